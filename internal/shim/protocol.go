@@ -1,0 +1,153 @@
+// Package shim owns the process that holds one virtual machine: its VMM, its
+// pager mount, its network and its capture. The daemon starts it, records its
+// Handle, gives it orders over a Unix socket and may die and come back while
+// the guest runs on.
+//
+// # Protocol
+//
+// HTTP/1.1 over the Unix socket Handle.Socket. Orders are POST /v1/ORDER with a
+// JSON request and answer; errors are a JSON Error with status 4xx or 5xx.
+// "CONNECT port" switches the connection to a byte stream into the guest. GET
+// /v1/events streams Events as JSON lines for as long as the caller listens.
+//
+// A shim lives through these phases:
+//
+//	idle → prepared → running → (capturing → sealed) → gone
+//
+// Until Adopt, a shim ends when its lifeline (standard input, held by the
+// daemon) is closed; after Adopt it outlives the daemon. Cancelling a Capture
+// request (also by the daemon's death) thaws the guest unless it was sealed.
+package shim
+
+import (
+	"encoding/json"
+	"time"
+
+	"github.com/hibernacle/hibernacle/internal/guestapi"
+	"github.com/hibernacle/hibernacle/internal/snapshot"
+	"github.com/hibernacle/hibernacle/internal/vmm"
+)
+
+// ProtocolVersion is the version of the protocol that this build speaks. A
+// daemon of version N adopts shims of N and N−1.
+const ProtocolVersion = 1
+
+// Handle finds a shim again after the daemon came back. It is recorded in the
+// catalog before the shim starts a VMM.
+type Handle struct {
+	VM        string `json:"vm"`         // name of the machine, unique for ever
+	Socket    string `json:"socket"`     // path of the Unix socket
+	PID       int    `json:"pid"`        // of the shim
+	StartTime uint64 `json:"start_time"` // of the process, in clock ticks since boot (/proc/PID/stat field 22)
+	BootID    string `json:"boot_id"`    // of the host
+	Protocol  int    `json:"protocol"`
+}
+
+// Phase is where a shim is in its life.
+type Phase string
+
+// The phases of a shim.
+const (
+	PhaseIdle      Phase = "idle"
+	PhasePrepared  Phase = "prepared"  // the VMM is up, its vCPUs never ran
+	PhaseStarting  Phase = "starting"  // a boot or a resume is under way
+	PhaseRunning   Phase = "running"   // the guest runs and its init is done
+	PhaseCapturing Phase = "capturing" // frozen or paused for a snapshot that is not sealed
+	PhaseSealed    Phase = "sealed"    // the snapshot is whole and durable; the guest runs again only by order
+	PhaseStopped   Phase = "stopped"   // the guest or the VMM ended, see Status.Exit
+)
+
+// Status is the answer to GET /v1/status.
+type Status struct {
+	Protocol int            `json:"protocol"`
+	VM       string         `json:"vm"`
+	Phase    Phase          `json:"phase"`
+	Adopted  bool           `json:"adopted"`
+	VMMPID   int            `json:"vmm_pid"`            // 0 without a VMM
+	Attempt  uint64         `json:"attempt"`            // of the capture under way or sealed
+	Captured *CaptureReport `json:"captured,omitempty"` // in PhaseSealed
+	Exit     *vmm.Exit      `json:"exit,omitempty"`     // in PhaseStopped
+	Failure  string         `json:"failure,omitempty"`  // in PhaseStopped: why memory could not be served, if that was it
+}
+
+// PrepareRequest starts the VMM: for a cold boot, or to wait for a snapshot of
+// the same shape and base image.
+type PrepareRequest struct {
+	Shape     vmm.Shape `json:"shape"`
+	BaseImage string    `json:"base_image"`
+	Boot      *vmm.Boot `json:"boot,omitempty"`
+}
+
+// BootRequest lets a machine prepared with Boot start and waits for its agent.
+type BootRequest struct {
+	Init guestapi.InitRequest `json:"init"` // UnixNano and Entropy are filled in by the shim
+}
+
+// ResumeRequest binds a prepared machine to a snapshot and lets it run.
+type ResumeRequest struct {
+	Snapshot snapshot.Ref         `json:"snapshot"`
+	Key      vmm.Key              `json:"key"`  // of this machine; compared with the snapshot's
+	Init     guestapi.InitRequest `json:"init"` // UnixNano, Entropy, SleptSeconds are filled in by the shim
+}
+
+// StartReport says how a Boot or a Resume went. Phases maps a name to
+// milliseconds: resume has at least bind, state, unpause, guest_init; vmm is the
+// time that Prepare took.
+type StartReport struct {
+	Phases    map[string]float64 `json:"phases"`
+	BytesRead int64              `json:"bytes_read"` // from snapshots, until the report
+	Faults    int64              `json:"faults"`     // page reads that the pager answered, until the report
+	Warnings  []string           `json:"warnings,omitempty"`
+}
+
+// CaptureRequest takes a snapshot. When the answer comes, snapshot.ID is whole
+// and durable in the store and the guest is paused and sealed.
+type CaptureRequest struct {
+	Attempt    uint64        `json:"attempt"`
+	ID         snapshot.ID   `json:"id"`         // of the snapshot to be made
+	Deadline   time.Duration `json:"deadline"`   // nanoseconds: not sealed by then, the guest is thawed and the attempt refused for ever
+	Generation uint64        `json:"generation"` // that the guest runs at
+	Key        vmm.Key       `json:"key"`
+	Full       bool          `json:"full"` // save every page, not only what changed since the parent
+}
+
+// CaptureReport describes a sealed snapshot. Phases has at least freeze, pause,
+// state, scan, write.
+type CaptureReport struct {
+	Snapshot snapshot.Ref       `json:"snapshot"`
+	Metadata snapshot.Metadata  `json:"metadata"`
+	Phases   map[string]float64 `json:"phases"`
+	PauseMS  float64            `json:"pause_ms"` // from the pause to the seal
+	Warnings []string           `json:"warnings,omitempty"`
+}
+
+// ThawRequest cancels a capture, sealed or not: the guest goes on and the
+// attempt is refused from now on. The unneeded snapshot is the caller's to
+// delete. Idempotent.
+type ThawRequest struct {
+	Attempt uint64 `json:"attempt"`
+}
+
+// Event is something that the shim noticed by itself.
+type Event struct {
+	Status Status `json:"status"` // a full status at each change of phase
+}
+
+// Error is the body of an answer that is no success.
+type Error struct {
+	Code    string          `json:"code"` // one of the Code constants
+	Message string          `json:"message"`
+	Data    json.RawMessage `json:"data,omitempty"`
+}
+
+// Codes of errors that callers act on.
+const (
+	CodeInvalid  = "invalid"  // the order does not fit the phase or is malformed
+	CodeRefused  = "refused"  // the attempt was thawed before
+	CodeStopped  = "stopped"  // the machine ended
+	CodeCorrupt  = "corrupt"  // an object of the store is damaged or missing; the message names it
+	CodeNoSpace  = "no_space" // the disk is full
+	CodeMismatch = "mismatch" // the compatibility keys differ
+	CodeGuest    = "guest"    // the agent failed or did not answer in time
+	CodeFailed   = "failed"   // anything else
+)
