@@ -209,7 +209,7 @@ func (s Setup) testConcurrent(t *testing.T, img image) {
 
 func (s Setup) testBadState(t *testing.T, img image) {
 	garbage := bytes.Repeat([]byte("no device state"), 1000)
-	failing := io.MultiReader(bytes.NewReader(img.state[:100]), failingReader{})
+	failing := io.MultiReader(bytes.NewReader(img.state[:len(img.state)/3]), failingReader{})
 	tests := map[string]io.Reader{
 		"empty":     strings.NewReader(""),
 		"garbage":   bytes.NewReader(garbage),
