@@ -83,7 +83,9 @@ type FreezeResponse struct {
 	Warnings []string           `json:"warnings,omitempty"` // what hung or failed without stopping the freeze
 }
 
-// ThawRequest lets the user's processes go on after a freeze that was cancelled.
+// ThawRequest lets the user's processes go on after a freeze that was
+// cancelled. The attempt is refused from then on.
 type ThawRequest struct {
-	Attempt uint64 `json:"attempt"`
+	Attempt  uint64 `json:"attempt"`
+	UnixNano int64  `json:"unix_nano"` // as in InitRequest: the clock stood still while the guest was paused
 }
