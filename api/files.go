@@ -18,3 +18,7 @@ type DaemonInfo struct {
 	URL string `json:"url"`
 	PID int    `json:"pid"`
 }
+
+// GuestHeader marks an answer under …/agent/ that came from the guest: without
+// it the answer is the daemon's own.
+const GuestHeader = "Hib-Guest-Answer"

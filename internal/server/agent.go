@@ -118,6 +118,7 @@ func (s *Server) proxyAgent(w http.ResponseWriter, r *http.Request) {
 			resp.Header.Del("Set-Cookie")
 			resp.Header.Set("Content-Security-Policy", "sandbox")
 			resp.Header.Del(requestIDHeader)
+			resp.Header.Set(api.GuestHeader, "1")
 			return nil
 		},
 		ErrorHandler: func(w http.ResponseWriter, r *http.Request, err error) {

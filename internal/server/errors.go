@@ -65,19 +65,30 @@ func classify(err error) (status int, code string) {
 	case errors.As(err, &agent):
 		return agent.classify()
 
-	case errors.Is(err, sandbox.ErrNotFound):
-		return http.StatusNotFound, api.CodeNotFound
-	case errors.Is(err, sandbox.ErrInvalid):
-		return http.StatusBadRequest, api.CodeInvalid
-	case errors.Is(err, sandbox.ErrNoSpace):
-		return http.StatusInsufficientStorage, api.CodeNoSpace
-	case errors.Is(err, sandbox.ErrFailed):
-		return http.StatusConflict, api.CodeFailed
-	case errors.Is(err, sandbox.ErrConflict):
-		return http.StatusConflict, api.CodeConflict
 	case errors.Is(err, errors.ErrUnsupported):
 		return http.StatusNotImplemented, api.CodeNotSupported
-	case errors.Is(err, sandbox.ErrUnavailable), errors.Is(err, errStopping),
+	}
+	return classifyCore(err)
+}
+
+// classifyCore is the part of the map for the core's errors.
+func classifyCore(err error) (status int, code string) {
+	kind := err
+	if e, ok := errors.AsType[*sandbox.Error](err); ok {
+		kind = e.Kind // the outermost one, whatever lies beneath
+	}
+	switch {
+	case errors.Is(kind, sandbox.ErrNotFound):
+		return http.StatusNotFound, api.CodeNotFound
+	case errors.Is(kind, sandbox.ErrInvalid):
+		return http.StatusBadRequest, api.CodeInvalid
+	case errors.Is(kind, sandbox.ErrNoSpace):
+		return http.StatusInsufficientStorage, api.CodeNoSpace
+	case errors.Is(kind, sandbox.ErrFailed):
+		return http.StatusConflict, api.CodeFailed
+	case errors.Is(kind, sandbox.ErrConflict):
+		return http.StatusConflict, api.CodeConflict
+	case errors.Is(kind, sandbox.ErrUnavailable), errors.Is(err, errStopping),
 		errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
 		return http.StatusServiceUnavailable, api.CodeUnavailable
 	}
@@ -87,7 +98,7 @@ func classify(err error) (status int, code string) {
 // toError returns the body that tells a client of err.
 func toError(err error) api.Error {
 	_, code := classify(err)
-	e := api.Error{Code: code, Message: err.Error()}
+	e := api.Error{Code: code, Message: err.Error(), Hint: sandbox.Hint(err)}
 	var hinted interface{ Hint() string }
 	if errors.As(err, &hinted) {
 		e.Hint = hinted.Hint()
