@@ -1,6 +1,7 @@
 package hibtest
 
 import (
+	"encoding/binary"
 	"encoding/json"
 	"fmt"
 	"os"
@@ -8,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/hibernacle/hibernacle/api"
 	"github.com/hibernacle/hibernacle/internal/shim"
 )
 
@@ -83,4 +85,68 @@ func (d *Daemon) Mounts() []string {
 		}
 	}
 	return found
+}
+
+// VMM returns the process id of the sandbox's QEMU. The sandbox must be the
+// daemon's only running one.
+func (d *Daemon) VMM() int {
+	d.t.Helper()
+	for pid, args := range d.Processes() {
+		if strings.Contains(args, "qemu-system") {
+			return pid
+		}
+	}
+	d.t.Fatal("no QEMU runs")
+	return 0
+}
+
+// DirtyBytes counts, independently of the product, the guest's pages that
+// were changed since its VMM was started: present in or swapped out of the
+// private mapping of the memory file, and not of that file. The sandbox must be
+// the only running one.
+func (d *Daemon) DirtyBytes(id string) int64 {
+	d.t.Helper()
+	pid := d.VMM()
+	maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", pid))
+	if err != nil {
+		d.t.Fatal(err)
+	}
+	pagemap, err := os.Open(fmt.Sprintf("/proc/%d/pagemap", pid))
+	if err != nil {
+		d.t.Fatal(err)
+	}
+	defer pagemap.Close()
+	var dirty int64
+	for _, line := range strings.Split(string(maps), "\n") {
+		var from, to uint64
+		if !strings.Contains(line, "/mem/") {
+			continue
+		}
+		if _, err := fmt.Sscanf(line, "%x-%x", &from, &to); err != nil {
+			d.t.Fatalf("%q: %v", line, err)
+		}
+		entries := make([]byte, (to-from)/4096*8)
+		if _, err := pagemap.ReadAt(entries, int64(from/4096*8)); err != nil {
+			d.t.Fatal(err)
+		}
+		for ; len(entries) > 0; entries = entries[8:] {
+			const present, swapped, file = 1 << 63, 1 << 62, 1 << 61
+			e := binary.LittleEndian.Uint64(entries)
+			if e&(present|swapped) != 0 && e&file == 0 {
+				dirty += 4096
+			}
+		}
+	}
+	if dirty == 0 {
+		d.t.Fatalf("sandbox %s: no dirty page found in QEMU's mappings", id)
+	}
+	return dirty
+}
+
+// StoreBytes returns how much the store holds.
+func (d *Daemon) StoreBytes() int64 {
+	d.t.Helper()
+	var s api.StoreStatus
+	d.JSON(&s, "store", "status")
+	return s.PackBytes + s.ManifestBytes + s.StateBytes
 }
