@@ -4,10 +4,12 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"fmt"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
+	"testing"
 
 	"github.com/hibernacle/hibernacle/api"
 	"github.com/hibernacle/hibernacle/internal/shim"
@@ -149,4 +151,67 @@ func (d *Daemon) StoreBytes() int64 {
 	var s api.StoreStatus
 	d.JSON(&s, "store", "status")
 	return s.PackBytes + s.ManifestBytes + s.StateBytes
+}
+
+// PeakRSS returns the most memory that a process had resident, in bytes.
+func PeakRSS(t testing.TB, pid int) int64 {
+	t.Helper()
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, line := range strings.Split(string(b), "\n") {
+		var kib int64
+		if _, err := fmt.Sscanf(line, "VmHWM: %d kB", &kib); err == nil {
+			return kib << 10
+		}
+	}
+	t.Fatalf("process %d shows no VmHWM", pid)
+	return 0
+}
+
+// Descriptors returns how many files the daemon has open.
+func (d *Daemon) Descriptors() int {
+	d.t.Helper()
+	fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", d.PID()))
+	if err != nil {
+		d.t.Fatal(err)
+	}
+	return len(fds)
+}
+
+// Goroutines returns how many goroutines the daemon has.
+func (d *Daemon) Goroutines() int {
+	d.t.Helper()
+	req, err := http.NewRequest(http.MethodGet, d.URL+"/debug/pprof/goroutine?debug=1", nil)
+	if err != nil {
+		d.t.Fatal(err)
+	}
+	req.Header.Set("X-API-Key", d.Key)
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		d.t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	var n int
+	if _, err := fmt.Fscanf(resp.Body, "goroutine profile: total %d", &n); err != nil {
+		d.t.Fatalf("goroutine profile: %v", err)
+	}
+	return n
+}
+
+// Settle waits until nothing goes on behind the last answer: no machine but
+// the pooled ones is left, and idle connections are closed.
+func (d *Daemon) Settle() {
+	d.t.Helper()
+	http.DefaultClient.CloseIdleConnections()
+	last, same := -1, 0
+	Eventually(d.t, "the daemon has settled", func() bool {
+		n := d.Goroutines() + d.Descriptors() + len(d.Processes())
+		if n != last {
+			last, same = n, 0
+		}
+		same++
+		return same > 100
+	})
 }

@@ -113,3 +113,6 @@ func (d *Daemon) Forward(t testing.TB, id string, port int) Answer {
 	client.CloseIdleConnections()
 	return a
 }
+
+// TryGet asks the server and does not mind a failure.
+func (s *Server) TryGet(path string) { _, _ = s.get(path) }
