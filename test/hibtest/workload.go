@@ -2,7 +2,6 @@ package hibtest
 
 import (
 	"bufio"
-	_ "embed"
 	"encoding/json"
 	"fmt"
 	"hash/crc32"
@@ -14,10 +13,9 @@ import (
 	"testing"
 
 	"crypto/sha3"
-)
 
-//go:embed server.py
-var serverScript []byte
+	"github.com/hibernacle/hibernacle/internal/bench"
+)
 
 // Answer is what the Python server in the sandbox says.
 type Answer struct {
@@ -39,7 +37,7 @@ type Server struct {
 // StartServer starts the server in the sandbox id and waits until it answers.
 func (d *Daemon) StartServer(id string, mib, port int) *Server {
 	d.t.Helper()
-	d.WriteFile(id, "/home/user/server.py", serverScript)
+	d.WriteFile(id, "/home/user/server.py", []byte(bench.ServerScript))
 	d.Hib("exec", "-d", id, "--", "python3", "/home/user/server.py", fmt.Sprint(mib), fmt.Sprint(port))
 	s := &Server{d: d, ID: id, Port: port, MiB: mib}
 	Eventually(d.t, "the Python server answers", func() bool {
