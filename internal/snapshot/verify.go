@@ -1,0 +1,215 @@
+package snapshot
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+
+	"github.com/hibernacle/hibernacle/internal/pack"
+)
+
+// Usage counts objects of one kind.
+type Usage struct {
+	Objects int   `json:"objects"`
+	Bytes   int64 `json:"bytes"`
+}
+
+// Status says what the store holds.
+type Status struct {
+	Manifests Usage `json:"manifests"`
+	States    Usage `json:"states"`
+	Packs     Usage `json:"packs"`
+}
+
+// Status counts the objects in the store.
+func (r *Repository) Status(ctx context.Context) (Status, error) {
+	var s Status
+	for prefix, u := range map[string]*Usage{manifestPrefix: &s.Manifests, statePrefix: &s.States, packPrefix: &s.Packs} {
+		objects, err := r.list(ctx, prefix)
+		if err != nil {
+			return Status{}, fmt.Errorf("look at snapshots: %w", err)
+		}
+		u.Objects = len(objects)
+		for _, size := range objects {
+			u.Bytes += size
+		}
+	}
+	return s, nil
+}
+
+// Verify reads every object in the store and checks every hash. progress, if not
+// nil, is called with the bytes read so far and those to be read, now and then.
+// It returns how many objects and bytes it looked at, and what is wrong with
+// them: one fault per object, which names it and wraps ErrMissing, ErrCorrupt or
+// ErrVersion where it can. err says why the check itself could not go on. Objects that are deleted meanwhile are no fault.
+func (r *Repository) Verify(ctx context.Context, progress func(done, total int64)) (objects int, bytes int64, faults []error, err error) {
+	v := verification{ctx: ctx, repo: r, progress: progress, named: make(map[ID]pack.Summary)}
+	if err := v.run(); err != nil {
+		return v.objects, v.bytes, v.faults, fmt.Errorf("verify snapshots: %w", err)
+	}
+	return v.objects, v.bytes, v.faults, nil
+}
+
+// verification is a Verify under way.
+type verification struct {
+	ctx      context.Context // of the one call of Verify
+	repo     *Repository
+	progress func(done, total int64)
+	total    int64
+	objects  int
+	bytes    int64
+	faults   []error
+	named    map[ID]pack.Summary // packs, as a manifest records them
+}
+
+func (v *verification) run() error {
+	var lists [3]map[ID]int64
+	for i, prefix := range []string{manifestPrefix, statePrefix, packPrefix} {
+		l, err := v.repo.list(v.ctx, prefix)
+		if err != nil {
+			return err
+		}
+		for _, size := range l {
+			v.total += size
+		}
+		lists[i] = l
+	}
+	manifests, states, packs := lists[0], lists[1], lists[2]
+	for _, id := range slices.Sorted(maps.Keys(manifests)) {
+		if err := v.manifest(id, manifests[id], states[id]); err != nil {
+			return err
+		}
+		delete(states, id)
+	}
+	for _, id := range slices.Sorted(maps.Keys(states)) { // without a manifest
+		if err := v.object(stateKey(id), states[id], v.repo.checkState(v.ctx, id, nil)); err != nil {
+			return err
+		}
+	}
+	for id := range v.named {
+		if _, ok := packs[id]; !ok {
+			packs[id] = 0
+		}
+	}
+	for _, id := range slices.Sorted(maps.Keys(packs)) {
+		if err := v.pack(id); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// object counts an object of size bytes, all of them read, and takes what is
+// wrong with it as a fault.
+func (v *verification) object(key string, size int64, fault error) error {
+	v.objects++
+	if err := v.read(size); err != nil {
+		return err
+	}
+	return v.fault(fault)
+}
+
+// fault records a fault. An object that nobody needs any more was deleted, and is none.
+func (v *verification) fault(err error) error {
+	if cerr := v.ctx.Err(); cerr != nil {
+		return cerr
+	}
+	if err != nil {
+		v.faults = append(v.faults, err)
+	}
+	return nil
+}
+
+// read counts bytes.
+func (v *verification) read(n int64) error {
+	v.bytes += n
+	if v.progress != nil {
+		v.progress(v.bytes, max(v.bytes, v.total))
+	}
+	return v.ctx.Err()
+}
+
+// manifest checks a manifest and its state file.
+func (v *verification) manifest(id ID, size, stateSize int64) error {
+	m, _, err := v.repo.load(v.ctx, id)
+	if errors.Is(err, ErrMissing) {
+		return nil // deleted since it was listed
+	}
+	if err := v.object(manifestKey(id), size, err); err != nil || m == nil {
+		return err
+	}
+	if err != nil {
+		return nil
+	}
+	for _, p := range m.packs {
+		if other, ok := v.named[p.id]; ok && other != p.summary {
+			if err := v.fault(corrupt(manifestKey(id), "its record of pack %s is not that of other manifests", p.id)); err != nil {
+				return err
+			}
+			continue
+		}
+		v.named[p.id] = p.summary
+	}
+	return v.object(stateKey(id), stateSize, v.stillThere(id, v.repo.checkState(v.ctx, id, &m.state)))
+}
+
+// stillThere returns err unless it says that an object is missing and the snapshot id,
+// which needs it, was deleted as well.
+func (v *verification) stillThere(id ID, err error) error {
+	if errors.Is(err, ErrMissing) {
+		if _, serr := v.repo.store.Stat(v.ctx, manifestKey(id)); serr != nil {
+			return nil
+		}
+	}
+	return err
+}
+
+// checkState verifies a state file, against the manifest's record if there is one.
+func (r *Repository) checkState(ctx context.Context, id ID, want *stateRef) error {
+	o, err := r.store.Open(ctx, stateKey(id))
+	if err != nil {
+		return objectError(stateKey(id), err)
+	}
+	defer o.Close()
+	if want != nil {
+		_, err = readState(o, id, *want)
+		return err
+	}
+	if o.Size() > maxState+stateOverhead {
+		return corrupt(stateKey(id), "%d bytes are too many", o.Size())
+	}
+	b, err := readObject(o, stateKey(id))
+	if err == nil {
+		_, err = parseState(id, b)
+	}
+	return err
+}
+
+// pack checks a pack, against the manifests' record if there is one.
+func (v *verification) pack(id ID) error {
+	v.objects++
+	o, err := v.repo.store.Open(v.ctx, packKey(id))
+	if err != nil {
+		return v.fault(objectError(packKey(id), err))
+	}
+	defer o.Close()
+	var want *pack.Summary
+	if named, ok := v.named[id]; ok {
+		want = &named
+	}
+	p, err := pack.Open(o, o.Size(), want, nil)
+	if err != nil {
+		return v.fault(objectError(packKey(id), err))
+	}
+	left := o.Size()
+	err = p.Verify(func(n int64) error {
+		left -= n
+		return v.read(n)
+	})
+	if err := v.fault(objectError(packKey(id), err)); err != nil {
+		return err
+	}
+	return v.read(left)
+}
