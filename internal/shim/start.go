@@ -1,6 +1,7 @@
 package shim
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"fmt"
@@ -99,7 +100,7 @@ func (h *host) resume(ctx context.Context, req ResumeRequest) (StartReport, erro
 	if err := failpoint.Hit(ctx, failBound); err != nil {
 		return StartReport{}, err
 	}
-	if err := h.load(ctx, state); err != nil {
+	if err := h.machine.LoadState(ctx, bytes.NewReader(state)); err != nil {
 		return StartReport{}, fmt.Errorf("load state of snapshot %s: %w", req.Snapshot.ID, err)
 	}
 	watch.lap("state")
