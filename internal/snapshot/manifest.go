@@ -125,7 +125,10 @@ func parseManifest(id ID, b []byte) (*manifest, error) {
 	if err := m.parsePacks(key, body[:packs*packEntrySize]); err != nil {
 		return nil, err
 	}
-	return m, m.parseRuns(key, body[packs*packEntrySize:], uint32(pages))
+	if err := m.parseRuns(key, body[packs*packEntrySize:], uint32(pages)); err != nil {
+		return nil, err
+	}
+	return m, nil
 }
 
 func (m *manifest) parseDocument(id ID, b []byte, pages uint64) error {

@@ -92,7 +92,10 @@ func (r *Repository) load(ctx context.Context, id ID) (*manifest, string, error)
 		return nil, "", err
 	}
 	m, err := parseManifest(id, b)
-	return m, hashOf(b), err
+	if err != nil {
+		return nil, "", err
+	}
+	return m, hashOf(b), nil
 }
 
 // Delete removes the snapshot id: its manifest, then its state file. Its packs

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 
+	"github.com/hibernacle/hibernacle/internal/blob"
 	"github.com/hibernacle/hibernacle/internal/pack"
 )
 
@@ -45,7 +46,7 @@ func (r *Repository) Status(ctx context.Context) (Status, error) {
 // them: one fault per object, which names it and wraps ErrMissing, ErrCorrupt or
 // ErrVersion where it can. err says why the check itself could not go on. Objects that are deleted meanwhile are no fault.
 func (r *Repository) Verify(ctx context.Context, progress func(done, total int64)) (objects int, bytes int64, faults []error, err error) {
-	v := verification{ctx: ctx, repo: r, progress: progress, named: make(map[ID]pack.Summary)}
+	v := verification{ctx: ctx, repo: r, progress: progress, named: make(map[ID]*namedPack)}
 	if err := v.run(); err != nil {
 		return v.objects, v.bytes, v.faults, fmt.Errorf("verify snapshots: %w", err)
 	}
@@ -61,7 +62,13 @@ type verification struct {
 	objects  int
 	bytes    int64
 	faults   []error
-	named    map[ID]pack.Summary // packs, as a manifest records them
+	named    map[ID]*namedPack
+}
+
+// namedPack is a pack as manifests record it.
+type namedPack struct {
+	summary pack.Summary
+	by      []ID // manifests
 }
 
 func (v *verification) run() error {
@@ -78,13 +85,12 @@ func (v *verification) run() error {
 	}
 	manifests, states, packs := lists[0], lists[1], lists[2]
 	for _, id := range slices.Sorted(maps.Keys(manifests)) {
-		if err := v.manifest(id, manifests[id], states[id]); err != nil {
+		if err := v.manifest(id, manifests[id], states); err != nil {
 			return err
 		}
-		delete(states, id)
 	}
 	for _, id := range slices.Sorted(maps.Keys(states)) { // without a manifest
-		if err := v.object(stateKey(id), states[id], v.repo.checkState(v.ctx, id, nil)); err != nil {
+		if err := v.object(states[id], v.unlessDeleted(v.repo.checkState(v.ctx, id, nil))); err != nil {
 			return err
 		}
 	}
@@ -103,7 +109,7 @@ func (v *verification) run() error {
 
 // object counts an object of size bytes, all of them read, and takes what is
 // wrong with it as a fault.
-func (v *verification) object(key string, size int64, fault error) error {
+func (v *verification) object(size int64, fault error) error {
 	v.objects++
 	if err := v.read(size); err != nil {
 		return err
@@ -111,7 +117,7 @@ func (v *verification) object(key string, size int64, fault error) error {
 	return v.fault(fault)
 }
 
-// fault records a fault. An object that nobody needs any more was deleted, and is none.
+// fault records a fault, unless it only says that the check was cancelled.
 func (v *verification) fault(err error) error {
 	if cerr := v.ctx.Err(); cerr != nil {
 		return cerr
@@ -131,39 +137,44 @@ func (v *verification) read(n int64) error {
 	return v.ctx.Err()
 }
 
-// manifest checks a manifest and its state file.
-func (v *verification) manifest(id ID, size, stateSize int64) error {
-	m, _, err := v.repo.load(v.ctx, id)
-	if errors.Is(err, ErrMissing) {
+// manifest checks a manifest and its state file, which it takes off states.
+func (v *verification) manifest(id ID, size int64, states map[ID]int64) error {
+	m, _, lerr := v.repo.load(v.ctx, id)
+	if errors.Is(lerr, ErrMissing) {
 		return nil // deleted since it was listed
 	}
-	if err := v.object(manifestKey(id), size, err); err != nil || m == nil {
+	if err := v.object(size, lerr); err != nil || lerr != nil {
 		return err
 	}
-	if err != nil {
-		return nil
-	}
 	for _, p := range m.packs {
-		if other, ok := v.named[p.id]; ok && other != p.summary {
-			if err := v.fault(corrupt(manifestKey(id), "its record of pack %s is not that of other manifests", p.id)); err != nil {
-				return err
-			}
-			continue
+		n, ok := v.named[p.id]
+		if !ok {
+			n = &namedPack{summary: p.summary}
+			v.named[p.id] = n
 		}
-		v.named[p.id] = p.summary
+		n.by = append(n.by, id)
+		if n.summary != p.summary {
+			v.faults = append(v.faults, corrupt(manifestKey(id), "it records pack %s differently than %s", p.id, n.by[0]))
+		}
 	}
-	return v.object(stateKey(id), stateSize, v.stillThere(id, v.repo.checkState(v.ctx, id, &m.state)))
+	stateSize := states[id]
+	delete(states, id)
+	err := v.repo.checkState(v.ctx, id, &m.state)
+	return v.object(stateSize, v.unlessDeleted(err, id))
 }
 
-// stillThere returns err unless it says that an object is missing and the snapshot id,
-// which needs it, was deleted as well.
-func (v *verification) stillThere(id ID, err error) error {
-	if errors.Is(err, ErrMissing) {
-		if _, serr := v.repo.store.Stat(v.ctx, manifestKey(id)); serr != nil {
-			return nil
+// unlessDeleted returns err, but nil if it says that an object is missing which
+// none of the snapshots by needs any more: they were deleted meanwhile.
+func (v *verification) unlessDeleted(err error, by ...ID) error {
+	if !errors.Is(err, ErrMissing) {
+		return err
+	}
+	for _, id := range by {
+		if _, serr := v.repo.store.Stat(v.ctx, manifestKey(id)); !errors.Is(serr, blob.ErrNotExist) {
+			return err
 		}
 	}
-	return err
+	return nil
 }
 
 // checkState verifies a state file, against the manifest's record if there is one.
@@ -190,15 +201,16 @@ func (r *Repository) checkState(ctx context.Context, id ID, want *stateRef) erro
 // pack checks a pack, against the manifests' record if there is one.
 func (v *verification) pack(id ID) error {
 	v.objects++
+	var want *pack.Summary
+	var by []ID
+	if n, ok := v.named[id]; ok {
+		want, by = &n.summary, n.by
+	}
 	o, err := v.repo.store.Open(v.ctx, packKey(id))
 	if err != nil {
-		return v.fault(objectError(packKey(id), err))
+		return v.fault(v.unlessDeleted(objectError(packKey(id), err), by...))
 	}
 	defer o.Close()
-	var want *pack.Summary
-	if named, ok := v.named[id]; ok {
-		want = &named
-	}
 	p, err := pack.Open(o, o.Size(), want, nil)
 	if err != nil {
 		return v.fault(objectError(packKey(id), err))
