@@ -30,7 +30,7 @@ func toSandbox(s sandbox.Sandbox) api.Sandbox {
 	}
 	if p := s.Snapshot; p != nil {
 		out.Snapshot = &api.Snapshot{
-			ID: p.ID, Parent: p.Parent, CreatedAt: p.CreatedAt,
+			ID: string(p.ID), Parent: string(p.Parent), CreatedAt: p.CreatedAt,
 			MemoryBytes: p.MemoryBytes, DirtyBytes: p.DirtyBytes, StoredBytes: p.StoredBytes,
 		}
 	}
@@ -53,7 +53,7 @@ func toTemplate(t sandbox.Template) api.Template {
 		Bases: make([]api.TemplateBase, 0, len(t.Bases)), SandboxRefs: t.SandboxRefs,
 	}
 	for _, b := range t.Bases {
-		out.Bases = append(out.Bases, api.TemplateBase{MemoryMiB: b.MemoryMiB, CPUs: b.CPUs, Snapshot: b.Snapshot, StoredBytes: b.StoredBytes})
+		out.Bases = append(out.Bases, api.TemplateBase{MemoryMiB: b.MemoryMiB, CPUs: b.CPUs, Snapshot: string(b.Snapshot), StoredBytes: b.StoredBytes})
 	}
 	return out
 }
