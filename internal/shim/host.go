@@ -2,6 +2,7 @@ package shim
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -24,6 +25,7 @@ type Config struct {
 	Dir         string       `json:"dir"`   // private folder of this machine; holds the socket
 	Store       string       `json:"store"` // folder of the snapshot store
 	Driver      DriverConfig `json:"driver"`
+	Account     *Credential  `json:"account"`      // to change to once the pager is mounted; nil: stay
 	FullCapture bool         `json:"full_capture"` // the kernel does not report dirty pages rightly: save every page
 }
 
@@ -50,7 +52,6 @@ type host struct {
 	driver vmm.Driver
 	repo   *snapshot.Repository
 	log    *slog.Logger
-	dial   func(ctx context.Context, port uint16, control bool) (net.Conn, error)
 	agent  *guestapi.Client
 
 	order chan struct{} // holds a token while no order is under way
@@ -77,13 +78,11 @@ type host struct {
 	ended   chan struct{} // closed when the shim shall end
 }
 
+// newHost mounts the pager, gives up the privileges that this took, and opens
+// the store.
 func newHost(cfg Config, driver vmm.Driver, log *slog.Logger) (*host, error) {
-	store, err := disk.Open(cfg.Store)
-	if err != nil {
-		return nil, fmt.Errorf("open the store: %w", err)
-	}
 	h := &host{
-		cfg: cfg, driver: driver, repo: snapshot.NewRepository(store), log: log,
+		cfg: cfg, driver: driver, log: log,
 		order: make(chan struct{}, 1), console: &console{}, phase: PhaseIdle,
 		changed: make(chan struct{}), ended: make(chan struct{}),
 	}
@@ -91,10 +90,37 @@ func newHost(cfg Config, driver vmm.Driver, log *slog.Logger) (*host, error) {
 	h.agent = guestapi.NewClient(func(ctx context.Context) (net.Conn, error) {
 		return h.dialGuest(ctx, guestapi.Port, true)
 	})
-	if h.mem, err = pager.Mount(filepath.Join(cfg.Dir, "mem"), log); err != nil {
+	dir := memDir(cfg.Dir)
+	if err := os.Mkdir(dir, 0o700); err != nil {
 		return nil, err
 	}
+	if cfg.Account != nil { // the mount belongs to the owner of its folder
+		if err := os.Chown(dir, int(cfg.Account.UID), int(cfg.Account.GID)); err != nil {
+			return nil, err
+		}
+	}
+	var err error
+	if h.mem, err = pager.Mount(dir, log); err != nil {
+		return nil, err
+	}
+	if err := h.openStore(); err != nil {
+		return nil, errors.Join(err, h.mem.Close())
+	}
 	return h, nil
+}
+
+func (h *host) openStore() error {
+	if h.cfg.Account != nil {
+		if err := h.cfg.Account.become(); err != nil {
+			return err
+		}
+	}
+	store, err := disk.Open(h.cfg.Store)
+	if err != nil {
+		return fmt.Errorf("open the store: %w", err)
+	}
+	h.repo = snapshot.NewRepository(store)
+	return nil
 }
 
 // begin waits until no other order is under way and checks the phase.

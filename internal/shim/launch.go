@@ -17,8 +17,23 @@ import (
 
 // Credential is the account that shims and their VMMs run under.
 type Credential struct {
-	UID, GID uint32
-	Groups   []uint32 // supplementary, for /dev/kvm
+	UID    int   `json:"uid"`
+	GID    int   `json:"gid"`
+	Groups []int `json:"groups"` // supplementary, for /dev/kvm
+}
+
+// become makes this process, all its threads, run under the account for good.
+func (c *Credential) become() error {
+	if err := syscall.Setgroups(c.Groups); err != nil {
+		return fmt.Errorf("drop privileges: set groups: %w", err)
+	}
+	if err := syscall.Setgid(c.GID); err != nil {
+		return fmt.Errorf("drop privileges: set group: %w", err)
+	}
+	if err := syscall.Setuid(c.UID); err != nil {
+		return fmt.Errorf("drop privileges: set user: %w", err)
+	}
+	return nil
 }
 
 // Launcher starts shims and finds those that were left over.
@@ -26,7 +41,7 @@ type Launcher struct {
 	Binary      string      // the hib binary
 	RunDir      string      // existing folder, in which each machine gets one of its own
 	Store       string      // folder of the snapshot store
-	Account     *Credential // nil: that of this process
+	Account     *Credential // that shims change to; nil: that of this process
 	Driver      DriverConfig
 	FullCapture bool
 }
@@ -46,7 +61,7 @@ func (l *Launcher) Launch(ctx context.Context, vm string) (*Client, error) {
 }
 
 func (l *Launcher) launch(ctx context.Context, vm, dir string) (*Client, error) {
-	cfg := Config{VM: vm, Dir: dir, Store: l.Store, Driver: l.Driver, FullCapture: l.FullCapture}
+	cfg := Config{VM: vm, Dir: dir, Store: l.Store, Driver: l.Driver, Account: l.Account, FullCapture: l.FullCapture}
 	text, err := json.Marshal(cfg)
 	if err != nil {
 		return nil, err
@@ -62,10 +77,9 @@ func (l *Launcher) launch(ctx context.Context, vm, dir string) (*Client, error) 
 	cmd.Dir = dir
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if l.Account != nil {
-		if err := os.Chown(dir, int(l.Account.UID), int(l.Account.GID)); err != nil {
+		if err := os.Chown(dir, l.Account.UID, l.Account.GID); err != nil {
 			return nil, err
 		}
-		cmd.SysProcAttr.Credential = &syscall.Credential{Uid: l.Account.UID, Gid: l.Account.GID, Groups: l.Account.Groups}
 	}
 	// The shim reads its end of the lifeline to the end; nothing is ever
 	// written. It answers "ready" on its standard output.
