@@ -10,8 +10,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/hibernacle/hibernacle/api"
 	"github.com/hibernacle/hibernacle/internal/doctor"
+	"github.com/hibernacle/hibernacle/internal/shim"
 )
 
 type doctorOptions struct {
@@ -42,7 +42,7 @@ no other daemon may run on it.`,
 	f.BoolVar(&o.selfTest, "selftest", false, "take a sandbox through its life")
 	f.StringVar(&o.template, "template", defaultTemplate, "template of the self-test")
 	f.BoolVar(&o.keep, "use-data", false, "use the data folder for the self-test")
-	f.StringVar(&o.accel, "accel", "", "accelerator of the self-test")
+	f.StringVar(&o.accel, "accel", "", "accelerator, as for hib serve")
 	return cmd
 }
 
@@ -69,8 +69,7 @@ func runDoctor(ctx context.Context, a *app, o doctorOptions) error {
 	if err != nil {
 		return fmt.Errorf("find this program: %w", err)
 	}
-	host := doctor.Host{Data: data, User: o.user, Program: program}
-	probe(&host)
+	host := doctor.Host{Data: data, User: o.user, Program: program, Driver: shim.DriverConfig{Accel: o.accel}}
 	report := doctorReport{Checks: doctor.Run(ctx, host)}
 	if !a.json {
 		if err := printChecks(a.Out, report.Checks); err != nil {
@@ -121,7 +120,7 @@ func (a *app) selfTest(ctx context.Context, o doctorOptions, program, data strin
 	p := newProgress(a.Err)
 	t := doctor.SelfTest{
 		Program: program, Template: o.template, Log: log,
-		Progress: func(_, _ string, u api.Progress) { p.update(u) },
+		Progress: p.update,
 	}
 	if o.keep {
 		t.Data = data

@@ -71,14 +71,29 @@ func newAccount(u *user.User) (Account, error) {
 	a := Account{Name: u.Username, UID: uid, GID: gid, Groups: []int{gid}}
 	ids, err := u.GroupIds()
 	if err != nil {
-		return a, nil // a system without a group file: the main group will do
+		ids = nil // a system without a group file: the main group will do
 	}
 	for _, s := range ids {
 		if g, err := strconv.Atoi(s); err == nil && !slices.Contains(a.Groups, g) {
 			a.Groups = append(a.Groups, g)
 		}
 	}
+	// Root gives the account what VMMs need it for, whether or not it is a
+	// member of that group.
+	if g, ok := kvmGroup(); ok && os.Geteuid() == 0 && !slices.Contains(a.Groups, g) {
+		a.Groups = append(a.Groups, g)
+	}
 	return a, nil
+}
+
+// kvmGroup returns the group that may use /dev/kvm, if it is not root's.
+func kvmGroup() (gid int, ok bool) {
+	info, err := os.Stat("/dev/kvm")
+	if err != nil || info.Mode().Perm()&0o060 != 0o060 {
+		return 0, false
+	}
+	st, ok := info.Sys().(*syscall.Stat_t)
+	return int(st.Gid), ok && st.Gid != 0
 }
 
 // CheckReach returns an error that says what to do if the account can't enter
@@ -94,7 +109,7 @@ func (a Account) CheckReach(dir string) error {
 		case err != nil:
 			return err
 		case !a.mayEnter(info):
-			return fmt.Errorf("the account %s can't enter %s (mode %04o), which leads to %s: allow it with: chmod o+x %s, or choose another folder with --data",
+			return fmt.Errorf("the account %s can't enter %s (mode %04o), which leads to %s: allow it with: chmod o+x %s, or choose another folder",
 				a.Name, d, info.Mode().Perm(), dir, d)
 		}
 		if d == filepath.Dir(d) {

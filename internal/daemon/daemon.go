@@ -30,7 +30,7 @@ type Started struct {
 // core is what the wiring returns: the core, and how to let go of it.
 type core interface {
 	server.Core
-	Close() // leaves the guests running
+	Close() error // leaves the guests running
 }
 
 // wiring builds the core and says what VMM it uses.
@@ -73,6 +73,10 @@ func run(ctx context.Context, c Config, wire wiring, ready func(Started)) error 
 		return fmt.Errorf("listen at %s: %w; choose another address with --listen", c.Listen, err)
 	}
 	defer ln.Close()
+	// The program is started by shims, too.
+	if err := account.CheckReach(filepath.Dir(c.Program)); err != nil {
+		return err
+	}
 	core, version, err := wire(ctx, c, f, account)
 	if err != nil {
 		return err
@@ -91,8 +95,7 @@ func run(ctx context.Context, c Config, wire wiring, ready func(Started)) error 
 		err = serve(ctx, ln, srv, c.Log)
 	}
 	srv.Close()
-	core.Close()
-	return err
+	return errors.Join(err, core.Close())
 }
 
 // serve answers requests until ctx ends; then it ends the listener and the

@@ -28,6 +28,7 @@ type Folders struct {
 	Catalog   string // file of the catalog
 	Store     string // snapshots and packs, owned by the account
 	Templates string // artifacts of templates, readable by the account
+	Logs      string // consoles of the guests, owned by the account
 	Cache     string // what builds download; can be deleted
 	Run       string // runtime folder, short enough for socket paths
 }
@@ -39,6 +40,7 @@ func FoldersOf(data string) Folders {
 		Catalog:   filepath.Join(data, "catalog.db"),
 		Store:     filepath.Join(data, "store"),
 		Templates: filepath.Join(data, "templates"),
+		Logs:      filepath.Join(data, "logs"),
 		Cache:     filepath.Join(data, "cache"),
 		Run:       runFolder(data),
 	}
@@ -63,7 +65,7 @@ func runBase() string {
 }
 
 // prepare makes the folders with the rights that the account needs: it owns
-// the store, reads the templates, and passes the rest.
+// the store and the logs, reads the templates, and passes the rest.
 func (f Folders) prepare(a Account) error {
 	outer := fs.FileMode(0o700)
 	if a.UID != os.Geteuid() {
@@ -80,6 +82,7 @@ func (f Folders) prepare(a Account) error {
 		{f.Data, outer, -1, -1},
 		{f.Store, 0o700, a.UID, a.GID},
 		{f.Templates, 0o750, -1, a.GID},
+		{f.Logs, 0o700, a.UID, a.GID},
 		{f.Cache, 0o700, -1, -1},
 	} {
 		if err := own(d.path, d.mode, d.uid, d.gid); err != nil {

@@ -9,7 +9,7 @@ package doctor
 import (
 	"context"
 
-	"github.com/hibernacle/hibernacle/internal/vmm"
+	"github.com/hibernacle/hibernacle/internal/shim"
 )
 
 // Status is the outcome of a check.
@@ -32,21 +32,17 @@ type Check struct {
 
 // Host says what to look at.
 type Host struct {
-	Data    string // the daemon's data folder, which need not exist yet
-	User    string // account for shims and VMMs, as for the daemon
-	Program string // file of this program
-
-	// VMM looks at the virtual machine monitor that is installed.
-	VMM func(ctx context.Context) (vmm.Info, error)
-	// ProbeDirty tells whether the kernel reports changed pages rightly.
-	ProbeDirty func() error
+	Data    string            // the daemon's data folder, which need not exist yet
+	User    string            // account for shims and VMMs, as for the daemon
+	Program string            // file of this program
+	Driver  shim.DriverConfig // that the daemon would use
 }
 
 // Run makes all checks.
 func Run(ctx context.Context, h Host) []Check {
 	checks := []Check{platform()}
 	checks = append(checks, h.monitor(ctx)...)
-	checks = append(checks, h.kernel()...)
+	checks = append(checks, kernel()...)
 	checks = append(checks, h.account()...)
 	checks = append(checks, h.disk(), memory(), h.sockets())
 	return append(checks, tools()...)

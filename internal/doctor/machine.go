@@ -12,6 +12,9 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/hibernacle/hibernacle/internal/pager"
+	"github.com/hibernacle/hibernacle/internal/shim"
 )
 
 func platform() Check {
@@ -30,7 +33,7 @@ func platform() Check {
 // monitor checks the VMM and what accelerates it.
 func (h Host) monitor(ctx context.Context) []Check {
 	const name = "qemu"
-	info, err := h.VMM(ctx)
+	info, err := shim.NewDriver(h.Driver).Info(ctx)
 	if err != nil {
 		return []Check{fail(name, err.Error(), "apt-get install qemu-system-x86 (7.2 or newer)"), acceleration("")}
 	}
@@ -81,9 +84,9 @@ func cpuHas(flags ...string) bool {
 }
 
 // kernel checks what the pager and the capture need of the kernel.
-func (h Host) kernel() []Check {
+func kernel() []Check {
 	checks := []Check{fuse()}
-	if err := h.ProbeDirty(); err != nil {
+	if err := pager.ProbeDirty(); err != nil {
 		checks = append(checks, warn("changed pages", err.Error()+": every hibernation saves the whole memory", "use Linux 6.6.44 or newer"))
 	} else {
 		checks = append(checks, pass("changed pages", "the kernel reports them rightly"))

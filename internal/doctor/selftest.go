@@ -20,12 +20,12 @@ import (
 
 // SelfTest says how a self-test is run.
 type SelfTest struct {
-	Program  string                                      // file of this program, whose "serve" is started
-	Args     []string                                    // further arguments of serve, such as --accel
-	Template string                                      // of the sandbox, built if it is missing
-	Data     string                                      // data folder whose template is used; "": a temporary one, deleted afterwards
-	Log      io.Writer                                   // takes what the daemon says
-	Progress func(phase, message string, p api.Progress) // hears of each step and of the build
+	Program  string             // file of this program, whose "serve" is started
+	Args     []string           // further arguments of serve, such as --accel
+	Template string             // of the sandbox, built if it is missing
+	Data     string             // data folder whose template is used; "": a temporary one, deleted afterwards
+	Log      io.Writer          // takes what the daemon says
+	Progress func(api.Progress) // hears of each step and of the build
 }
 
 // clockTolerance is how far a guest's clock may be off after a resume.
@@ -70,7 +70,7 @@ func (t SelfTest) Run(ctx context.Context) (err error) {
 }
 
 func (t SelfTest) step(phase, message string) {
-	t.Progress(phase, message, api.Progress{Phase: phase, Message: message})
+	t.Progress(api.Progress{Phase: phase, Message: message})
 }
 
 // template builds the template unless it is there.
@@ -80,7 +80,7 @@ func (t SelfTest) template(ctx context.Context, c *client.Client) error {
 		return err
 	}
 	t.step("template", "build "+t.Template+", which takes minutes")
-	_, err = c.BuildTemplate(ctx, api.BuildRequest{Name: t.Template}, func(p api.Progress) { t.Progress("template", p.Message, p) })
+	_, err = c.BuildTemplate(ctx, api.BuildRequest{Name: t.Template}, t.Progress)
 	if err != nil {
 		return fmt.Errorf("build the template %s: %w", t.Template, err)
 	}
