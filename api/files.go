@@ -17,6 +17,7 @@ const KeyPrefix = "e2b_"
 type DaemonInfo struct {
 	URL string `json:"url"`
 	PID int    `json:"pid"`
+	Run string `json:"run"` // its runtime folder
 }
 
 // GuestHeader marks an answer under …/agent/ that came from the guest: without
