@@ -232,9 +232,15 @@ func TestModel(t *testing.T) {
 func TestCollectBesideEverything(t *testing.T) {
 	r, _ := newRepository(t)
 	const lineages, generations = 3, 25
-	// What a catalog holds: of each lineage its head and the capture under way.
+	// What a catalog knows: of each lineage its head, and the ids of captures
+	// that are under way or will begin while a collection runs.
 	var mu sync.Mutex
-	heads, pending := map[int]Ref{}, map[int]ID{}
+	heads, pending := map[int]Ref{}, map[int][]ID{}
+	for l := range lineages {
+		for range generations {
+			pending[l] = append(pending[l], NewID())
+		}
+	}
 	var running atomic.Int32
 	running.Store(lineages)
 	var wg sync.WaitGroup
@@ -250,7 +256,7 @@ func TestCollectBesideEverything(t *testing.T) {
 				}
 				in := m.input(parent)
 				mu.Lock()
-				pending[l] = in.ID
+				in.ID = pending[l][0]
 				mu.Unlock()
 				ref, _, err := r.Capture(t.Context(), in)
 				if err != nil {
@@ -259,7 +265,7 @@ func TestCollectBesideEverything(t *testing.T) {
 				}
 				mu.Lock()
 				heads[l] = ref
-				delete(pending, l)
+				pending[l] = pending[l][1:]
 				mu.Unlock()
 				if parent != nil {
 					parent.Close()
@@ -280,7 +286,7 @@ func TestCollectBesideEverything(t *testing.T) {
 		for running.Load() > 0 {
 			mu.Lock()
 			roots := ids(slices.Collect(maps.Values(heads))...)
-			keep := slices.Collect(maps.Values(pending))
+			keep := slices.Concat(slices.Collect(maps.Values(pending))...)
 			mu.Unlock()
 			if _, err := r.Collect(t.Context(), roots, keep); err != nil {
 				t.Errorf("Collect: %v", err)
