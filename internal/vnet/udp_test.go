@@ -107,3 +107,14 @@ func TestUDPFlowsAreBounded(t *testing.T) {
 		return err == nil
 	})
 }
+
+func TestUDPFlowsIdleOut(t *testing.T) {
+	w := new(world)
+	w.put("udp", public+":7", hostEcho(t))
+	n := newTestNet(t, vnet.Config{Dial: w.dial})
+	n.SetUDPIdle(300 * time.Millisecond)
+	c := dialGuest(t, n, "udp", public+":7")
+	exchangeDatagram(t, c, 10)
+	waitFor(t, "idle flow ends", func() bool { return n.Activity().Outbound == 0 })
+	exchangeDatagram(t, c, 10)
+}
