@@ -98,4 +98,3 @@ func TestOneProcessAtATime(t *testing.T) {
 		t.Fatalf("second open: %v", err)
 	}
 }
-
