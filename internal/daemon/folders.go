@@ -191,7 +191,7 @@ func (f Folders) key() (string, error) {
 
 // announce writes where this daemon listens, for clients of this host.
 func (f Folders) announce(url string) error {
-	b, err := json.Marshal(api.DaemonInfo{URL: url, PID: os.Getpid()})
+	b, err := json.Marshal(api.DaemonInfo{URL: url, PID: os.Getpid(), Run: f.Run})
 	if err != nil {
 		return err
 	}

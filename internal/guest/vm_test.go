@@ -369,7 +369,11 @@ func (m *machine) testSockets(t *testing.T) {
 		return n
 	}
 	// Two loopback ends, the outward one, the two streams, and that of the script that counts.
-	waitFor(t, "the connections to be there", func() bool { t.Log(m.sh(t, "cat /proc/net/tcp; ps")); time.Sleep(2*time.Second); return established() == 6 })
+	waitFor(t, "the connections to be there", func() bool {
+		t.Log(m.sh(t, "cat /proc/net/tcp; ps"))
+		time.Sleep(2 * time.Second)
+		return established() == 6
+	})
 
 	resp := m.init(t, secondToken, initOf(guestapi.ReasonResume, 3, nil))
 	if resp.SocketsDestroyed < 3 {
