@@ -17,7 +17,7 @@ const KeyPrefix = "e2b_"
 type DaemonInfo struct {
 	URL string `json:"url"`
 	PID int    `json:"pid"`
-	Run string `json:"run"` // its runtime folder
+	Run string `json:"run"` // runtime folder, with a folder for each machine
 }
 
 // GuestHeader marks an answer under …/agent/ that came from the guest: without

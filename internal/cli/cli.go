@@ -121,7 +121,7 @@ Start the daemon with "hib serve", then: hib template build, hib create, hib exe
 		newHibernateCommand(a), newResumeCommand(a), newRmCommand(a), newLogsCommand(a),
 		newCpCommand(a), newPortForwardCommand(a),
 		newStoreCommand(a),
-		// hib bench and hib shim take their place here.
+		newBenchCommand(a), newShimCommand(),
 	)
 	return root
 }

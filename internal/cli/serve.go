@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -34,6 +35,7 @@ The API key is made at the first start and kept in the data folder.`,
 	f.StringVar(&o.config.User, "user", "", "unprivileged `ACCOUNT` for shims and VMMs when run as root (default: hibernacle if it exists, or nobody)")
 	f.StringVar(&o.config.Accel, "accel", "", "accelerator: kvm or tcg (default: what the host has)")
 	f.StringVar(&o.config.CPUModel, "cpu-model", "", "named CPU model of the guests (default: one that suits the accelerator)")
+	f.StringVar(&o.config.Cache, "cache", "", "`FOLDER` for what template builds download (default: one in the data folder)")
 	f.StringVar(&o.logFormat, "log-format", daemon.LogText, "text or json")
 	f.StringVar(&o.logLevel, "log-level", "info", "debug, info, warn or error")
 	return cmd
@@ -53,6 +55,7 @@ func runServe(ctx context.Context, a *app, o serveOptions) error {
 	if c.Data, err = a.data(); err != nil {
 		return err
 	}
+	c.WrapVMM = strings.Fields(os.Getenv("HIB_VMM_WRAP"))
 	if c.Program, err = os.Executable(); err != nil {
 		return fmt.Errorf("find this program: %w", err)
 	}

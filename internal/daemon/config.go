@@ -29,6 +29,8 @@ type Config struct {
 	User     string       // account for shims and VMMs; "" is the default one (see Account)
 	Accel    string       // "kvm", "tcg" or "" for what the host has
 	CPUModel string       // named CPU model of the guests, "" for the default
+	Cache    string       // folder for what template builds download; "" is one in the data folder
+	WrapVMM  []string     // command that the VMM is started by, for tests
 	Version  string       // of this build
 	Program  string       // this program's file, which shims are started from
 	Log      *slog.Logger // must be set

@@ -55,6 +55,9 @@ func run(ctx context.Context, c Config, wire wiring, ready func(Started)) error 
 		return err
 	}
 	f := FoldersOf(c.Data)
+	if c.Cache != "" {
+		f.Cache = c.Cache
+	}
 	if err := f.prepare(account); err != nil {
 		return err
 	}
@@ -73,10 +76,6 @@ func run(ctx context.Context, c Config, wire wiring, ready func(Started)) error 
 		return fmt.Errorf("listen at %s: %w; choose another address with --listen", c.Listen, err)
 	}
 	defer ln.Close()
-	// The program is started by shims, too.
-	if err := account.CheckReach(filepath.Dir(c.Program)); err != nil {
-		return err
-	}
 	core, version, err := wire(ctx, c, f, account)
 	if err != nil {
 		return err

@@ -40,7 +40,7 @@ func (w wired) Close() error {
 
 // wire builds the core of the parts that this host has.
 func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Version, error) {
-	driverConfig := shim.DriverConfig{Accel: c.Accel, CPUModel: c.CPUModel}
+	driverConfig := shim.DriverConfig{Accel: c.Accel, CPUModel: c.CPUModel, WrapCommand: c.WrapVMM}
 	driver := shim.NewDriver(driverConfig)
 	info, err := driver.Info(ctx)
 	if err != nil {

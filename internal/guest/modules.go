@@ -44,7 +44,10 @@ func loadModule(path string) error {
 	}
 	defer f.Close()
 	err = unix.FinitModule(int(f.Fd()), "", 0)
-	if err != nil && !errors.Is(err, unix.EEXIST) { // EEXIST: it is loaded
+	switch {
+	case errors.Is(err, unix.EEXIST): // it is loaded
+	case errors.Is(err, unix.ENODEV): // there is no such hardware
+	case err != nil:
 		return fmt.Errorf("load %s: %w", path, err)
 	}
 	return nil

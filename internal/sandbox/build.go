@@ -115,7 +115,7 @@ func (c *Core) beginBuild(name string) (*tmpl, int, error) {
 	defer c.mu.Unlock()
 	t := c.templates[name]
 	if t == nil {
-		t = &tmpl{rec: templateRecord{Version: recordVersion, Name: name}}
+		t = &tmpl{name: name, rec: templateRecord{Version: recordVersion, Name: name}}
 		c.templates[name] = t
 	}
 	if t.building {
@@ -134,14 +134,14 @@ func (c *Core) endBuild(t *tmpl) {
 	defer c.mu.Unlock()
 	t.building = false
 	if t.rev == 0 {
-		delete(c.templates, t.rec.Name) // nothing came of it
+		delete(c.templates, t.name) // nothing came of it
 	}
 }
 
 // build makes a version and puts it in the place of the current one.
 func (c *Core) build(ctx context.Context, t *tmpl, number int, shape vmm.Shape, progress func(Progress)) error {
 	o := c.cfg.Build
-	o.Name, o.Out = t.rec.Name, c.templateDir(t.rec.Name, number)
+	o.Name, o.Out = t.name, c.templateDir(t.name, number)
 	c.removeAll(o.Out) // of a build that failed halfway
 	if err := os.MkdirAll(filepath.Dir(o.Out), 0o755); err != nil {
 		return err
@@ -168,7 +168,7 @@ func (c *Core) build(ctx context.Context, t *tmpl, number int, shape vmm.Shape, 
 	if _, recorded := t.rec.find(number); recorded {
 		undo := c.changeTemplate(ctx, t, func(r templateRecord) templateRecord { return r.without(number) })
 		if undo != nil {
-			c.log.Warn("taking back a build is put off", keyTemplate, t.rec.Name, keyError, undo)
+			c.log.Warn("taking back a build is put off", keyTemplate, t.name, keyError, undo)
 			return err
 		}
 	}
@@ -225,7 +225,7 @@ func (c *Core) fly(ctx context.Context, key string, f *flight, t *tmpl, v templa
 	defer close(f.done)
 	b, err := c.makeBase(ctx, t, v, shape, nil)
 	if err != nil {
-		f.err = stepError(causeOf(ctx, err), "no base snapshot of template %s, shape %s", t.rec.Name, shape)
+		f.err = stepError(causeOf(ctx, err), "no base snapshot of template %s, shape %s", t.name, shape)
 	}
 	f.base = b
 	c.mu.Lock()
@@ -245,7 +245,7 @@ func (c *Core) makeBase(ctx context.Context, t *tmpl, v templateVersion, shape v
 	if err := c.setBase(ctx, t, v, baseRecord{Shape: shape, Pending: id}, nil); err != nil {
 		return baseRecord{}, err
 	}
-	b, err := c.bootBase(ctx, t.rec.Name, v.Number, shape, id)
+	b, err := c.bootBase(ctx, t.name, v.Number, shape, id)
 	if err == nil {
 		if err = c.setBase(ctx, t, v, b, finally); err == nil {
 			return b, nil

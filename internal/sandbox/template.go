@@ -80,6 +80,7 @@ type TemplateBase struct {
 // tmpl is a template in memory. The record is replaced, never written into;
 // Core.mu guards rec, rev and building, and turn serialises those who change them.
 type tmpl struct {
+	name     string
 	turn     sync.Mutex
 	rec      templateRecord
 	rev      uint64
@@ -191,7 +192,7 @@ func (c *Core) Template(_ context.Context, name string) (Template, error) {
 // viewTemplate is called with mu held.
 func (c *Core) viewTemplate(t *tmpl) Template {
 	v, _ := t.rec.find(t.rec.Current)
-	out := Template{Name: t.rec.Name, Version: v.Number, CreatedAt: v.CreatedAt, MemoryMiB: v.Shape.MemoryMiB, CPUs: v.Shape.CPUs,
+	out := Template{Name: t.name, Version: v.Number, CreatedAt: v.CreatedAt, MemoryMiB: v.Shape.MemoryMiB, CPUs: v.Shape.CPUs,
 		BaseDigest: v.BaseDigest, BaseBytes: v.BaseBytes, Kernel: v.Kernel}
 	for _, b := range v.Bases {
 		if b.Snapshot == nil {
@@ -199,7 +200,7 @@ func (c *Core) viewTemplate(t *tmpl) Template {
 		}
 		out.Bases = append(out.Bases, TemplateBase{MemoryMiB: b.Shape.MemoryMiB, CPUs: b.Shape.CPUs, Snapshot: b.Snapshot.ID, StoredBytes: b.Metadata.StoredBytes})
 	}
-	for _, n := range c.users(t.rec.Name) {
+	for _, n := range c.users(t.name) {
 		out.SandboxRefs += n
 	}
 	return out
@@ -285,7 +286,7 @@ func (c *Core) artifacts(name string, version int) (template.Artifacts, error) {
 // the record again; until then memory names what the catalog may name.
 func (c *Core) changeTemplate(ctx context.Context, t *tmpl, mutate func(templateRecord) templateRecord) error {
 	if t.removed {
-		return notFound("template", t.rec.Name)
+		return notFound("template", t.name)
 	}
 	ctx, cancel := c.short(ctx)
 	defer cancel()
@@ -295,12 +296,12 @@ func (c *Core) changeTemplate(ctx context.Context, t *tmpl, mutate func(template
 	next := mutate(t.rec)
 	value, err := json.Marshal(next)
 	if err != nil {
-		return fmt.Errorf("encode the record of template %s: %w", t.rec.Name, err)
+		return fmt.Errorf("encode the record of template %s: %w", t.name, err)
 	}
-	rev, err := swap(ctx, c.cfg.Catalog, kindTemplate, t.rec.Name, value, t.rev)
+	rev, err := swap(ctx, c.cfg.Catalog, kindTemplate, t.name, value, t.rev)
 	if err != nil {
 		t.stale = !isUnwritten(err)
-		return stepError(err, "record template %s", t.rec.Name)
+		return stepError(err, "record template %s", t.name)
 	}
 	c.mu.Lock()
 	t.rec, t.rev = next, rev
@@ -313,14 +314,14 @@ func (c *Core) refreshTemplate(ctx context.Context, t *tmpl) error {
 	if !t.stale {
 		return nil
 	}
-	rec, rev := templateRecord{Version: recordVersion, Name: t.rec.Name}, uint64(0)
-	r, err := c.cfg.Catalog.Get(ctx, kindTemplate, t.rec.Name)
+	rec, rev := templateRecord{Version: recordVersion, Name: t.name}, uint64(0)
+	r, err := c.cfg.Catalog.Get(ctx, kindTemplate, t.name)
 	if err == nil {
 		rev = r.Revision
 		rec, err = decodeTemplate(r.Value)
 	}
 	if err != nil && !isNotFound(err) {
-		return unavailable(err, "read the record of template %s", t.rec.Name)
+		return unavailable(err, "read the record of template %s", t.name)
 	}
 	c.mu.Lock()
 	t.rec, t.rev = rec, rev
@@ -413,7 +414,7 @@ func (c *Core) prune(ctx context.Context, t *tmpl) error {
 	t.turn.Lock()
 	defer t.turn.Unlock()
 	c.mu.Lock()
-	users := c.users(t.rec.Name)
+	users := c.users(t.name)
 	skip := t.building || t.removed
 	var old []templateVersion
 	for _, v := range t.rec.Versions {
@@ -431,7 +432,7 @@ func (c *Core) prune(ctx context.Context, t *tmpl) error {
 			return err
 		}
 		c.trash.add(v.roots(nil)...)
-		c.removeAll(c.templateDir(t.rec.Name, v.Number))
+		c.removeAll(c.templateDir(t.name, v.Number))
 	}
 	return nil
 }
@@ -449,7 +450,7 @@ func (c *Core) loadTemplates(ctx context.Context) error {
 		if err != nil {
 			return fmt.Errorf("read the record of template %s: %w", r.Key, err)
 		}
-		t := &tmpl{rec: rec, rev: r.Revision}
+		t := &tmpl{name: rec.Name, rec: rec, rev: r.Revision}
 		if err := c.dropUnfinished(ctx, t); err != nil {
 			return err
 		}
@@ -465,8 +466,8 @@ func (c *Core) loadTemplates(ctx context.Context) error {
 // out of a template's record.
 func (c *Core) dropUnfinished(ctx context.Context, t *tmpl) error {
 	if t.rec.Current == 0 {
-		if err := erase(ctx, c.cfg.Catalog, kindTemplate, t.rec.Name, t.rev); err != nil {
-			return fmt.Errorf("drop the unfinished template %s: %w", t.rec.Name, err)
+		if err := erase(ctx, c.cfg.Catalog, kindTemplate, t.name, t.rev); err != nil {
+			return fmt.Errorf("drop the unfinished template %s: %w", t.name, err)
 		}
 		t.removed = true
 		return nil

@@ -2,6 +2,7 @@ package server
 
 import (
 	"net/http"
+	"net/http/pprof"
 )
 
 // healthPath is the only one that needs no key.
@@ -44,6 +45,10 @@ func (s *Server) routes() []route {
 	}
 }
 
+// debugPath is where profiles of the daemon itself are, for those with the
+// key. They are no part of the interface.
+const debugPath = "/debug/pprof/"
+
 // router returns a handler for the routes that answers what it does not know
 // in the same form as everything else.
 func (s *Server) router() http.Handler {
@@ -55,6 +60,9 @@ func (s *Server) router() http.Handler {
 		}
 		mux.HandleFunc(pattern, r.handle)
 	}
+	mux.HandleFunc("GET "+debugPath, pprof.Index)
+	mux.HandleFunc("GET "+debugPath+"profile", pprof.Profile)
+	mux.HandleFunc("GET "+debugPath+"trace", pprof.Trace)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		h, pattern := mux.Handler(r)
 		if pattern != "" {
