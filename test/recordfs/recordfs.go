@@ -88,10 +88,7 @@ func Mount(backing, mountpoint string) (*FS, error) {
 		return nil, fmt.Errorf("mount recording file system: %w", err)
 	}
 	root := &fs.LoopbackRoot{Path: backing, Dev: uint64(st.Dev)}
-	root.NewNode = func(data *fs.LoopbackRoot, _ *fs.Inode, _ string, _ *syscall.Stat_t) fs.InodeEmbedder {
-		return &node{LoopbackNode: fs.LoopbackNode{RootData: data}, fs: f}
-	}
-	top := &node{LoopbackNode: fs.LoopbackNode{RootData: root}, fs: f}
+	top := &node{LoopbackNode: &fs.LoopbackNode{RootData: root}, fs: f}
 	root.RootNode = top
 	server, err := fs.Mount(mountpoint, top, &fs.Options{
 		MountOptions: fuse.MountOptions{FsName: "recordfs", Name: "recordfs", DirectMount: true},
@@ -136,11 +133,17 @@ func (f *FS) record(errno syscall.Errno, op Op) {
 // node is a file or folder. What it does not override changes nothing, or is
 // refused because nobody recorded it.
 type node struct {
-	fs.LoopbackNode
+	*fs.LoopbackNode
 	fs *FS
 }
 
+// WrapChild makes a recording node of one that the loopback made.
+func (n *node) WrapChild(_ context.Context, ops fs.InodeEmbedder) fs.InodeEmbedder {
+	return &node{LoopbackNode: ops.(*fs.LoopbackNode), fs: n.fs}
+}
+
 var (
+	_ fs.NodeWrapChilder     = (*node)(nil)
 	_ fs.NodeCreater        = (*node)(nil)
 	_ fs.NodeMkdirer        = (*node)(nil)
 	_ fs.NodeLinker         = (*node)(nil)
