@@ -143,7 +143,7 @@ func (n *node) WrapChild(_ context.Context, ops fs.InodeEmbedder) fs.InodeEmbedd
 }
 
 var (
-	_ fs.NodeWrapChilder     = (*node)(nil)
+	_ fs.NodeWrapChilder    = (*node)(nil)
 	_ fs.NodeCreater        = (*node)(nil)
 	_ fs.NodeMkdirer        = (*node)(nil)
 	_ fs.NodeLinker         = (*node)(nil)
