@@ -237,6 +237,7 @@ func mountLate(log *slog.Logger) {
 		{"devpts", "/dev/pts", "devpts", unix.MS_NOSUID | unix.MS_NOEXEC, "mode=0620,gid=5,ptmxmode=0666"},
 		{"tmpfs", "/dev/shm", "tmpfs", unix.MS_NOSUID | unix.MS_NODEV, "mode=1777"},
 		{"mqueue", "/dev/mqueue", "mqueue", safe, ""},
+		{"tmpfs", runPath, "tmpfs", safe, "mode=0755,size=1m"}, // cheaper to change at each resume than the overlay
 	} {
 		warn(log, "mount", m.mount())
 	}
