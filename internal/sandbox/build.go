@@ -147,7 +147,7 @@ func (c *Core) build(ctx context.Context, t *tmpl, number int, shape vmm.Shape, 
 		return err
 	}
 	art, err := c.cfg.Builder.Build(ctx, o, func(p template.Progress) {
-		progress(Progress{Phase: p.Phase, Message: p.Message, Done: p.Done, Total: p.Total})
+		progress(Progress{Phase: string(p.Phase), Message: p.Message, Done: p.Done, Total: p.Total})
 	})
 	if err != nil {
 		c.removeAll(o.Out)

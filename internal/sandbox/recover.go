@@ -24,8 +24,8 @@ func (c *Core) checkHost(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("look through the store: %w", err)
 	}
-	if st.Manifests > 0 {
-		return &Error{Kind: ErrInvalid, Message: fmt.Sprintf("the catalog is new, but the store holds %d snapshots, which would be garbage to it", st.Manifests),
+	if st.Manifests.Objects > 0 {
+		return &Error{Kind: ErrInvalid, Message: fmt.Sprintf("the catalog is new, but the store holds %d snapshots, which would be garbage to it", st.Manifests.Objects),
 			Hint: "put the catalog back that belongs to this store, or take the store away"}
 	}
 	if _, err := swap(ctx, c.cfg.Catalog, kindHost, hostKey, []byte("{}"), 0); err != nil {

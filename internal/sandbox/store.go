@@ -36,7 +36,10 @@ func (c *Core) StoreStatus(ctx context.Context) (StoreStatus, error) {
 	if err != nil {
 		return StoreStatus{}, unavailable(err, "look through the store")
 	}
-	s := StoreStatus{Packs: st.Packs, PackBytes: st.PackBytes, Manifests: st.Manifests, ManifestBytes: st.ManifestBytes, States: st.States, StateBytes: st.StateBytes}
+	s := StoreStatus{
+		Packs: st.Packs.Objects, PackBytes: st.Packs.Bytes, Manifests: st.Manifests.Objects, ManifestBytes: st.Manifests.Bytes,
+		States: st.States.Objects, StateBytes: st.States.Bytes,
+	}
 	for _, v := range c.versions() {
 		s.BaseImages++
 		s.BaseBytes += v.BaseBytes

@@ -91,7 +91,7 @@ func (r repository) Collect(ctx context.Context, roots, keep []snapshot.ID) (out
 func (r repository) Status(context.Context) (snapshot.Status, error) {
 	r.d.w.mu.Lock()
 	defer r.d.w.mu.Unlock()
-	return snapshot.Status{Manifests: len(r.d.w.snapshots)}, nil
+	return snapshot.Status{Manifests: snapshot.Usage{Objects: len(r.d.w.snapshots)}}, nil
 }
 
 func (r repository) Verify(_ context.Context, progress func(done, total int64)) (int, int64, []error, error) {

@@ -1,0 +1,97 @@
+// Package failpoint lets tests stop a process, or make it fail, at a named
+// instant of its code.
+//
+// A failpoint is a call of [Hit] with a name; each package declares the names
+// of its own. The variable HIB_FAILPOINT arms them, as a comma-separated list
+// of NAME=ACTION, for the whole process:
+//
+//	kill   the process sends SIGKILL to itself: it ends as by a power failure
+//	error  Hit returns an error that wraps [ErrInjected]
+//	hang   Hit blocks until its context ends, and returns the context's error
+//
+// While the variable is unset, which is always so outside tests, Hit does
+// nothing.
+package failpoint
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"sync"
+	"syscall"
+)
+
+// Env is the environment variable that arms failpoints. It is read once.
+const Env = "HIB_FAILPOINT"
+
+// ErrInjected is what a failpoint armed with "error" returns, wrapped with the
+// failpoint's name.
+var ErrInjected = errors.New("injected failure")
+
+type action string
+
+const (
+	actionKill  action = "kill"
+	actionError action = "error"
+	actionHang  action = "hang"
+)
+
+var armed = sync.OnceValues(func() (map[string]action, error) {
+	return parse(os.Getenv(Env))
+})
+
+// Hit marks the place of the failpoint name. It returns nil where the
+// failpoint is not armed, and otherwise does what the package comment says.
+// Where [Env] has an error in it, every Hit returns that error.
+func Hit(ctx context.Context, name string) error {
+	points, err := armed()
+	if err != nil {
+		return err
+	}
+	if points == nil {
+		return nil
+	}
+	return points[name].do(ctx, name)
+}
+
+func (a action) do(ctx context.Context, name string) error {
+	switch a {
+	case actionKill:
+		if err := syscall.Kill(os.Getpid(), syscall.SIGKILL); err != nil {
+			return fmt.Errorf("failpoint %s: kill this process: %w", name, err)
+		}
+		select {} // the signal ends the process before the caller goes on
+	case actionError:
+		return fmt.Errorf("failpoint %s: %w", name, ErrInjected)
+	case actionHang:
+		<-ctx.Done()
+		return fmt.Errorf("failpoint %s: %w", name, context.Cause(ctx))
+	}
+	return nil
+}
+
+// parse returns the armed failpoints, nil if s is empty.
+func parse(s string) (map[string]action, error) {
+	if strings.TrimSpace(s) == "" {
+		return nil, nil
+	}
+	points := make(map[string]action)
+	for entry := range strings.SplitSeq(s, ",") {
+		name, what, ok := strings.Cut(strings.TrimSpace(entry), "=")
+		if !ok || name == "" {
+			return nil, fmt.Errorf("%s: %q is not of the form NAME=ACTION", Env, entry)
+		}
+		if _, twice := points[name]; twice {
+			return nil, fmt.Errorf("%s: failpoint %s is named twice", Env, name)
+		}
+		switch a := action(what); a {
+		case actionKill, actionError, actionHang:
+			points[name] = a
+		default:
+			return nil, fmt.Errorf("%s: failpoint %s: unknown action %q; use kill, error or hang", Env, name, what)
+		}
+	}
+	return points, nil
+}

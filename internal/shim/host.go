@@ -1,0 +1,310 @@
+package shim
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"sync"
+
+	"github.com/hibernacle/hibernacle/internal/blob/disk"
+	"github.com/hibernacle/hibernacle/internal/guestapi"
+	"github.com/hibernacle/hibernacle/internal/pager"
+	"github.com/hibernacle/hibernacle/internal/snapshot"
+	"github.com/hibernacle/hibernacle/internal/vmm"
+	"github.com/hibernacle/hibernacle/internal/vnet"
+)
+
+// Config is what a shim is started with. It says nothing about whose machine
+// it will hold.
+type Config struct {
+	VM          string       `json:"vm"`
+	Dir         string       `json:"dir"`   // private folder of this machine; holds the socket
+	Store       string       `json:"store"` // folder of the snapshot store
+	Driver      DriverConfig `json:"driver"`
+	Account     *Credential  `json:"account"`      // to change to once the pager is mounted; nil: stay
+	FullCapture bool         `json:"full_capture"` // the kernel does not report dirty pages rightly: save every page
+}
+
+// DriverConfig chooses and sets up the VMM driver.
+type DriverConfig struct {
+	Binary      string   `json:"binary,omitempty"`
+	Accel       string   `json:"accel,omitempty"`
+	CPUModel    string   `json:"cpu_model,omitempty"`
+	MachineType string   `json:"machine_type,omitempty"`
+	WrapCommand []string `json:"wrap_command,omitempty"`
+}
+
+// guestDialer is a machine that is reached without a network of ours: the
+// fake one.
+type guestDialer interface {
+	Dial(ctx context.Context, port uint16) (net.Conn, error)
+}
+
+// host is the machine that a shim holds, with all that belongs to it. Orders
+// that change it hold the order lock for their whole time; mu guards the fields
+// that a status shows.
+type host struct {
+	cfg    Config
+	driver vmm.Driver
+	repo   *snapshot.Repository
+	log    *slog.Logger
+	agent  *guestapi.Client
+
+	order chan struct{} // holds a token while no order is under way
+
+	console *console
+	mem     *pager.Server
+	slot    *pager.Slot
+	net     *vnet.Network
+	machine vmm.Machine
+	shape   vmm.Shape
+	parent  *snapshot.Snapshot // that the machine was resumed from; nil after a cold boot
+	token   string             // present control token of the agent
+
+	mu      sync.Mutex
+	phase   Phase
+	adopted bool
+	attempt uint64
+	refused uint64 // attempts up to this one are refused
+	cancel  func() // of the capture under way
+	report  *CaptureReport
+	exit    *vmm.Exit
+	failure string
+	changed chan struct{} // closed and replaced at each change
+	ended   chan struct{} // closed when the shim shall end
+}
+
+// newHost mounts the pager, gives up the privileges that this took, and opens
+// the store.
+func newHost(cfg Config, driver vmm.Driver, log *slog.Logger) (*host, error) {
+	h := &host{
+		cfg: cfg, driver: driver, log: log,
+		order: make(chan struct{}, 1), console: &console{}, phase: PhaseIdle,
+		changed: make(chan struct{}), ended: make(chan struct{}),
+	}
+	h.order <- struct{}{}
+	h.agent = guestapi.NewClient(func(ctx context.Context) (net.Conn, error) {
+		return h.dialGuest(ctx, guestapi.Port, true)
+	})
+	dir := memDir(cfg.Dir)
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		return nil, err
+	}
+	if cfg.Account != nil { // the mount belongs to the owner of its folder
+		if err := os.Chown(dir, int(cfg.Account.UID), int(cfg.Account.GID)); err != nil {
+			return nil, err
+		}
+	}
+	var err error
+	if h.mem, err = pager.Mount(dir, log); err != nil {
+		return nil, err
+	}
+	if err := h.openStore(); err != nil {
+		return nil, errors.Join(err, h.mem.Close())
+	}
+	return h, nil
+}
+
+func (h *host) openStore() error {
+	if h.cfg.Account != nil {
+		if err := h.cfg.Account.become(); err != nil {
+			return err
+		}
+	}
+	store, err := disk.Open(h.cfg.Store)
+	if err != nil {
+		return fmt.Errorf("open the store: %w", err)
+	}
+	h.repo = snapshot.NewRepository(store)
+	return nil
+}
+
+// begin waits until no other order is under way and checks the phase.
+func (h *host) begin(ctx context.Context, allowed ...Phase) (end func(), err error) {
+	select {
+	case <-h.order:
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	end = func() { h.order <- struct{}{} }
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, p := range allowed {
+		if h.phase == p {
+			return end, nil
+		}
+	}
+	phase, exit := h.phase, h.exit
+	end()
+	if phase == PhaseStopped {
+		return nil, errorf(CodeStopped, "the machine has ended: %s", describe(exit, h.failure))
+	}
+	return nil, errorf(CodeInvalid, "the machine is %s; this order needs it to be one of %v", phase, allowed)
+}
+
+func describe(exit *vmm.Exit, failure string) string {
+	switch {
+	case failure != "":
+		return "its memory could not be served: " + failure
+	case exit == nil:
+		return "unknown"
+	case exit.Detail != "":
+		return string(exit.Reason) + ": " + exit.Detail
+	}
+	return string(exit.Reason)
+}
+
+// update changes what a status shows and tells those who watch.
+func (h *host) update(change func()) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	change()
+	close(h.changed)
+	h.changed = make(chan struct{})
+}
+
+// setPhase moves to phase p unless the machine has stopped meanwhile.
+func (h *host) setPhase(p Phase) {
+	h.update(func() {
+		if h.phase != PhaseStopped {
+			h.phase = p
+		}
+	})
+}
+
+// status returns the present status and a channel that is closed at the next change.
+func (h *host) status() (Status, <-chan struct{}) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	s := Status{
+		Protocol: ProtocolVersion, VM: h.cfg.VM, Phase: h.phase, Adopted: h.adopted,
+		Attempt: h.attempt, Captured: h.report, Exit: h.exit, Failure: h.failure,
+	}
+	if h.machine != nil && h.phase != PhaseStopped {
+		s.VMMPID = h.machine.PID()
+	}
+	return s, h.changed
+}
+
+// watch notices by itself that the machine ended or that its memory failed.
+func (h *host) watch() {
+	select {
+	case <-h.machine.Exited():
+	case <-h.slot.Failed():
+		// The VMM gets SIGBUS at that page, at the latest now.
+		_ = h.machine.Close()
+		<-h.machine.Exited()
+	}
+	exit := h.machine.Exit()
+	if tail := h.console.tail(); tail != "" && exit.Reason != vmm.ReasonClosed {
+		exit.Detail += "; console: " + lastLines(tail, 400)
+	}
+	h.update(func() {
+		h.phase, h.exit = PhaseStopped, &exit
+		if err := h.slot.Err(); err != nil {
+			h.failure = err.Error()
+		}
+	})
+}
+
+func lastLines(s string, max int) string {
+	if len(s) > max {
+		s = s[len(s)-max:]
+	}
+	return s
+}
+
+// dialGuest opens a byte stream to a port of the guest. Control streams are
+// not counted as activity.
+func (h *host) dialGuest(ctx context.Context, port uint16, control bool) (net.Conn, error) {
+	h.mu.Lock()
+	machine, network := h.machine, h.net
+	h.mu.Unlock()
+	if machine == nil {
+		return nil, errorf(CodeInvalid, "there is no machine yet")
+	}
+	if d, ok := machine.(guestDialer); ok {
+		return d.Dial(ctx, port)
+	}
+	if control {
+		return network.DialControl(ctx, port)
+	}
+	return network.Dial(ctx, port)
+}
+
+// close releases everything. The order lock need not be held: a release comes
+// through whatever else is under way.
+func (h *host) close() error {
+	h.mu.Lock()
+	machine, network := h.machine, h.net
+	h.mu.Unlock()
+	if machine != nil {
+		_ = machine.Close()
+	}
+	if network != nil {
+		_ = network.Close()
+	}
+	h.agent.Close()
+	err := h.mem.Close()
+	<-h.order // the order under way has noticed that the machine is gone
+	if h.parent != nil {
+		_ = h.parent.Close()
+	}
+	_ = h.console.Close()
+	return err
+}
+
+// prepare starts the VMM.
+func (h *host) prepare(ctx context.Context, req PrepareRequest) error {
+	end, err := h.begin(ctx, PhaseIdle)
+	if err != nil {
+		return err
+	}
+	defer end()
+	size := req.Shape.MemoryBytes()
+	if size <= 0 || req.Shape.CPUs <= 0 {
+		return errorf(CodeInvalid, "a machine of %d MiB and %d CPUs makes no sense", req.Shape.MemoryMiB, req.Shape.CPUs)
+	}
+	if _, err := os.Stat(req.BaseImage); err != nil {
+		return errorf(CodeCorrupt, "base image: %v", err)
+	}
+	slot, err := h.mem.NewSlot("ram", size)
+	if err != nil {
+		return err
+	}
+	if req.Boot != nil {
+		if err := slot.Bind(pager.Zero); err != nil {
+			return err
+		}
+	}
+	network, err := vnet.New(vnet.Config{Log: h.log})
+	if err != nil {
+		return err
+	}
+	socket := filepath.Join(h.cfg.Dir, "net")
+	if err := network.Listen(socket); err != nil {
+		_ = network.Close()
+		return err
+	}
+	machine, err := h.driver.Start(ctx, vmm.Spec{
+		Shape: req.Shape, Dir: h.cfg.Dir, MemoryPath: slot.Path(), BaseImage: req.BaseImage,
+		NetSocket: socket, MAC: vnet.GuestMAC, Console: h.console, Boot: req.Boot,
+	})
+	if err != nil {
+		_ = network.Close()
+		return fmt.Errorf("start the virtual machine: %w", err)
+	}
+	h.slot, h.shape = slot, req.Shape
+	h.update(func() {
+		h.machine, h.net = machine, network
+		if h.phase == PhaseIdle {
+			h.phase = PhasePrepared
+		}
+	})
+	go h.watch()
+	return nil
+}

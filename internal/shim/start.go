@@ -1,0 +1,257 @@
+package shim
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"fmt"
+	"net"
+	"time"
+
+	"github.com/hibernacle/hibernacle/internal/failpoint"
+	"github.com/hibernacle/hibernacle/internal/guestapi"
+	"github.com/hibernacle/hibernacle/internal/vmm"
+	"github.com/hibernacle/hibernacle/internal/vnet"
+)
+
+// How long a guest may take. They are bounds against hanging, generous enough
+// for an emulated machine on a loaded host.
+const (
+	bootTimeout   = 5 * time.Minute
+	initTimeout   = 60 * time.Second
+	freezeTimeout = 10 * time.Second
+	thawTimeout   = 30 * time.Second
+)
+
+// The failpoints of a resume, in order.
+const (
+	failBound    = "shim.resume.bound"
+	failLoaded   = "shim.resume.loaded"
+	failUnpaused = "shim.resume.unpaused"
+	failInit     = "shim.resume.init"
+)
+
+// stopwatch measures phases that follow each other.
+type stopwatch struct {
+	last   time.Time
+	phases map[string]float64
+}
+
+func newStopwatch() *stopwatch {
+	return &stopwatch{last: time.Now(), phases: map[string]float64{}}
+}
+
+// lap ends the phase name.
+func (s *stopwatch) lap(name string) {
+	now := time.Now()
+	s.phases[name] += float64(now.Sub(s.last).Microseconds()) / 1000
+	s.last = now
+}
+
+// attach gives the machine its console file and its egress policy.
+func (h *host) attach(a Attach) error {
+	policy, err := vnet.ParsePolicy(a.Allow, a.Deny)
+	if err != nil {
+		return errorf(CodeInvalid, "egress policy: %v", err)
+	}
+	h.net.SetPolicy(policy)
+	return h.console.attach(a.Console)
+}
+
+// boot lets a cold machine start and waits until its agent has done its init.
+func (h *host) boot(ctx context.Context, req BootRequest) (StartReport, error) {
+	end, err := h.begin(ctx, PhasePrepared)
+	if err != nil {
+		return StartReport{}, err
+	}
+	defer end()
+	ctx, cancel := context.WithTimeout(ctx, bootTimeout)
+	defer cancel()
+	if err := h.attach(req.Attach); err != nil {
+		return StartReport{}, err
+	}
+	h.setPhase(PhaseStarting)
+	watch := newStopwatch()
+	if err := h.machine.Run(ctx); err != nil {
+		return StartReport{}, err
+	}
+	watch.lap("unpause")
+	return h.welcome(ctx, req.Init, watch)
+}
+
+// resume binds a prepared machine to a snapshot, lets it run and waits until
+// its agent has done its init.
+func (h *host) resume(ctx context.Context, req ResumeRequest) (StartReport, error) {
+	end, err := h.begin(ctx, PhasePrepared)
+	if err != nil {
+		return StartReport{}, err
+	}
+	defer end()
+	if err := h.attach(req.Attach); err != nil {
+		return StartReport{}, err
+	}
+	h.setPhase(PhaseStarting)
+	watch := newStopwatch()
+	state, err := h.bind(ctx, req)
+	if err != nil {
+		return StartReport{}, err
+	}
+	watch.lap("bind")
+	if err := failpoint.Hit(ctx, failBound); err != nil {
+		return StartReport{}, err
+	}
+	if err := h.machine.LoadState(ctx, bytes.NewReader(state)); err != nil {
+		return StartReport{}, fmt.Errorf("load state of snapshot %s: %w", req.Snapshot.ID, err)
+	}
+	watch.lap("state")
+	if err := failpoint.Hit(ctx, failLoaded); err != nil {
+		return StartReport{}, err
+	}
+	if err := h.machine.Run(ctx); err != nil {
+		return StartReport{}, err
+	}
+	watch.lap("unpause")
+	if err := failpoint.Hit(ctx, failUnpaused); err != nil {
+		return StartReport{}, err
+	}
+	req.Init.SleptSeconds = max(0, time.Since(h.parent.Metadata().CreatedAt).Seconds())
+	ctx, cancel := context.WithTimeout(ctx, initTimeout)
+	defer cancel()
+	return h.welcome(ctx, req.Init, watch)
+}
+
+// bind opens the snapshot, checks that this machine can load it and gives its
+// memory to the pager. It returns the device state.
+func (h *host) bind(ctx context.Context, req ResumeRequest) ([]byte, error) {
+	snap, err := h.repo.Open(ctx, req.Snapshot)
+	if err != nil {
+		return nil, err
+	}
+	meta := snap.Metadata()
+	state, err := snap.State(ctx)
+	switch {
+	case err != nil:
+	case meta.MemoryBytes != h.shape.MemoryBytes():
+		err = errorf(CodeMismatch, "snapshot %s holds %d bytes of memory, this machine has %d", meta.ID, meta.MemoryBytes, h.shape.MemoryBytes())
+	default:
+		if diff := req.Key.Diff(vmm.Key(meta.Key)); diff != "" {
+			err = errorf(CodeMismatch, "snapshot %s fits another machine: %s", meta.ID, diff)
+		} else {
+			err = h.slot.Bind(snap)
+		}
+	}
+	if err != nil {
+		_ = snap.Close()
+		return nil, err
+	}
+	h.parent, h.token = snap, meta.ControlToken
+	return state, nil
+}
+
+// welcome makes the guest ready for its first request.
+func (h *host) welcome(ctx context.Context, init guestapi.InitRequest, watch *stopwatch) (StartReport, error) {
+	resp, err := h.initGuest(ctx, init)
+	if err != nil {
+		return StartReport{}, err
+	}
+	watch.lap("guest_init")
+	if init.Identity != nil {
+		h.token = init.Identity.ControlToken
+	}
+	if err := failpoint.Hit(ctx, failInit); err != nil {
+		return StartReport{}, err
+	}
+	for step, ms := range resp.Steps {
+		watch.phases["guest_init."+step] = ms
+	}
+	h.setPhase(PhaseRunning)
+	if s, _ := h.status(); s.Phase == PhaseStopped {
+		return StartReport{}, errorf(CodeStopped, "the machine has ended: %s", describe(s.Exit, s.Failure))
+	}
+	stats := h.slot.Stats()
+	return StartReport{Phases: watch.phases, BytesRead: stats.BytesRead, Faults: stats.Reads, Warnings: resp.Warnings}, nil
+}
+
+// initGuest calls the agent's init until it is there to answer. The clock that
+// it is told is read when the connection stands, so waiting does not age it.
+func (h *host) initGuest(ctx context.Context, req guestapi.InitRequest) (guestapi.InitResponse, error) {
+	ctx, cancel := h.whileRunning(ctx)
+	defer cancel()
+	req.Entropy = make([]byte, 64)
+	rand.Read(req.Entropy)
+	conn, err := h.dialAgent(ctx)
+	if err != nil {
+		return guestapi.InitResponse{}, h.guestError("reach the agent", err)
+	}
+	once := guestapi.NewClient(func(context.Context) (net.Conn, error) { return conn, nil })
+	defer once.Close()
+	req.UnixNano = time.Now().UnixNano()
+	resp, err := once.Init(ctx, h.token, req)
+	if err != nil {
+		return guestapi.InitResponse{}, h.guestError("init", err)
+	}
+	return resp, nil
+}
+
+// dialAgent connects to the agent, again and again until it listens.
+func (h *host) dialAgent(ctx context.Context) (net.Conn, error) {
+	for pause := 2 * time.Millisecond; ; pause = min(2*pause, 100*time.Millisecond) {
+		attempt, cancel := context.WithTimeout(ctx, 5*time.Second)
+		conn, err := h.dialGuest(attempt, guestapi.Port, true)
+		cancel()
+		if err == nil {
+			return conn, nil
+		}
+		select {
+		case <-ctx.Done():
+			return nil, fmt.Errorf("%w (last: %v)", ctx.Err(), err)
+		case <-time.After(pause):
+		}
+	}
+}
+
+// whileRunning ends the context when the machine does.
+func (h *host) whileRunning(ctx context.Context) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancel(ctx)
+	stop := make(chan struct{})
+	go func() {
+		select {
+		case <-h.machine.Exited():
+			cancel()
+		case <-stop:
+		}
+	}()
+	return ctx, func() { close(stop); cancel() }
+}
+
+// guestError says why a call to the agent failed: that the machine ended, if it did.
+func (h *host) guestError(what string, err error) error {
+	select {
+	case <-h.machine.Exited():
+		<-h.stopped()
+		s, _ := h.status()
+		code := CodeStopped
+		if s.Failure != "" {
+			code = CodeCorrupt
+		}
+		return errorf(code, "the machine ended before its agent answered: %s", describe(s.Exit, s.Failure))
+	default:
+		return errorf(CodeGuest, "%s: %v", what, err)
+	}
+}
+
+// stopped returns a channel that is closed once the status shows that the machine ended.
+func (h *host) stopped() <-chan struct{} {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for {
+			s, changed := h.status()
+			if s.Phase == PhaseStopped {
+				return
+			}
+			<-changed
+		}
+	}()
+	return done
+}
