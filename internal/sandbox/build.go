@@ -295,7 +295,7 @@ func (c *Core) bootBase(ctx context.Context, name string, version int, shape vmm
 	report, err := c.captureBase(ctx, vm, shape, art, key, id)
 	short, cancel := c.short(ctx)
 	defer cancel()
-	if endErr := vm.Release(short); endErr != nil && err == nil {
+	if endErr := c.endMachine(short, vm); endErr != nil && err == nil {
 		err = fmt.Errorf("end the machine of a base snapshot: %w", endErr)
 	}
 	vm.Close()

@@ -310,23 +310,26 @@ func (c *Core) end(ctx context.Context, e *entry) error {
 	if unwatch != nil {
 		unwatch()
 	}
-	h := e.rec.Handle
-	if vm != nil {
-		if err := vm.Release(ctx); err == nil {
-			e.detach()
-			return nil
-		}
-		own := vm.Handle()
-		h = &own
+	var err error
+	switch {
+	case vm != nil:
+		err = c.endMachine(ctx, vm)
+	case e.rec.Handle != nil:
+		err = c.cfg.Launcher.Kill(ctx, *e.rec.Handle)
 	}
-	if h == nil {
-		return nil
-	}
-	if err := c.cfg.Launcher.Kill(ctx, *h); err != nil {
+	if err != nil {
 		return unavailable(err, "the machine of sandbox %s could not be ended", e.id)
 	}
 	e.detach()
 	return nil
+}
+
+// endMachine ends a shim, by force if it does not do so by order.
+func (c *Core) endMachine(ctx context.Context, vm VM) error {
+	if err := vm.Release(ctx); err == nil {
+		return nil
+	}
+	return c.cfg.Launcher.Kill(ctx, vm.Handle())
 }
 
 // machineName returns a name that no machine had before.

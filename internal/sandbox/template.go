@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -152,16 +153,23 @@ func (v templateVersion) withBase(b baseRecord) templateVersion {
 	return v
 }
 
-func (v templateVersion) roots(ids []snapshot.ID) []snapshot.ID {
+// roots adds the snapshots that the version needs and those that it announces.
+func (v templateVersion) roots(needed, announced map[snapshot.ID]struct{}) {
 	for _, b := range v.Bases {
 		if b.Snapshot != nil {
-			ids = append(ids, b.Snapshot.ID)
+			needed[b.Snapshot.ID] = struct{}{}
 		}
 		if b.Pending != "" {
-			ids = append(ids, b.Pending)
+			announced[b.Pending] = struct{}{}
 		}
 	}
-	return ids
+}
+
+// snapshots returns all the snapshots that the version names.
+func (v templateVersion) snapshots() []snapshot.ID {
+	ids := map[snapshot.ID]struct{}{}
+	v.roots(ids, ids)
+	return slices.Collect(maps.Keys(ids))
 }
 
 // Templates returns all templates, sorted by name.
@@ -258,14 +266,6 @@ func (c *Core) versions() []namedVersion {
 		}
 	}
 	return list
-}
-
-// templateRoots appends the snapshots that templates need.
-func (c *Core) templateRoots(ids []snapshot.ID) []snapshot.ID {
-	for _, v := range c.versions() {
-		ids = v.roots(ids)
-	}
-	return ids
 }
 
 func (c *Core) templateDir(name string, version int) string {
@@ -384,7 +384,7 @@ func (c *Core) RemoveTemplate(ctx context.Context, name string) error {
 	}
 	t.removed = true
 	for _, v := range t.rec.Versions {
-		c.trash.add(v.roots(nil)...)
+		c.trash.add(v.snapshots()...)
 	}
 	c.removeAll(filepath.Join(c.cfg.TemplatesDir, name))
 	return nil
@@ -431,7 +431,7 @@ func (c *Core) prune(ctx context.Context, t *tmpl) error {
 		if err != nil {
 			return err
 		}
-		c.trash.add(v.roots(nil)...)
+		c.trash.add(v.snapshots()...)
 		c.removeAll(c.templateDir(t.name, v.Number))
 	}
 	return nil
