@@ -2,7 +2,7 @@
 SHELL       := /bin/bash
 GO          ?= go
 VERSION     ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
-LDFLAGS     := -s -w -X github.com/hibernacle/hibernacle/internal/daemon.Version=$(VERSION)
+LDFLAGS     := -s -w -X main.version=$(VERSION)
 CACHE       ?= $(CURDIR)/.cache
 export HIB_TEST_CACHE := $(CACHE)
 export HIB_TEST_BIN   := $(CURDIR)/bin
@@ -16,7 +16,7 @@ deps: ## install what the host lacks (through apt, with root or sudo)
 	@scripts/deps
 
 build: ## build bin/hib and bin/hib-guest
-	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o bin/ ./cmd/...
+	CGO_ENABLED=0 $(GO) build -buildvcs=false -trimpath -ldflags '$(LDFLAGS)' -o bin/ ./cmd/...
 
 generate: ## make the protocol code anew from api/*/*.proto
 	$(GO) generate ./api/...

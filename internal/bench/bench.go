@@ -43,6 +43,24 @@ const (
 	MetricBoot      = "boot"          // the same with a cold boot, for comparison
 )
 
+var metrics = []string{MetricRunning, MetricFirst, MetricHibernate, MetricCreate, MetricBoot}
+
+// CheckMetrics returns an error for a name that is no metric.
+func CheckMetrics(names []string) error {
+	for _, n := range names {
+		if !slices.Contains(metrics, n) {
+			return fmt.Errorf("unknown metric %q: there are %v", n, metrics)
+		}
+	}
+	return nil
+}
+
+// Who a row is about.
+const (
+	PeerSelf = "hib"
+	PeerBoot = "cold_boot" // the same guest booted, not resumed
+)
+
 // Row is one line of the result; the fields are stable.
 type Row struct {
 	Workload    string  `json:"workload"`    // "shell" or "python"
@@ -99,10 +117,10 @@ func (r *runner) run(ctx context.Context) error {
 		return err
 	}
 	if r.wants(MetricBoot) {
-		r.collect("shell", "cold_boot", MetricBoot, max(3, r.opts.N/4), func() (float64, error) { return r.timeCreate(ctx, true) })
+		r.collect("shell", PeerBoot, MetricBoot, max(3, r.opts.N/4), func() (float64, error) { return r.timeCreate(ctx, true) })
 	}
 	if r.wants(MetricCreate) {
-		r.collect("shell", "hib", MetricCreate, r.opts.N, func() (float64, error) { return r.timeCreate(ctx, false) })
+		r.collect("shell", PeerSelf, MetricCreate, r.opts.N, func() (float64, error) { return r.timeCreate(ctx, false) })
 	}
 	if r.wants(MetricHibernate) || r.wants(MetricRunning) || r.wants(MetricFirst) {
 		return r.cycles(ctx)

@@ -57,9 +57,9 @@ func (r *runner) cycles(ctx context.Context) error {
 		}
 		running = append(running, UntilRunning(now.LastResume))
 	}
-	r.add("python", "hib", MetricHibernate, hibernate, len(hibernate))
-	r.add("python", "hib", MetricRunning, running, len(running))
-	r.add("python", "hib", MetricFirst, first, len(first))
+	r.add("python", PeerSelf, MetricHibernate, hibernate, len(hibernate))
+	r.add("python", PeerSelf, MetricRunning, running, len(running))
+	r.add("python", PeerSelf, MetricFirst, first, len(first))
 	return nil
 }
 

@@ -17,6 +17,8 @@ const (
 	TokenHeader = "Hib-Control-Token"
 	// AccessHeader carries the access token of the process, filesystem and file calls.
 	AccessHeader = "X-Access-Token"
+	// ReplayHeader with the value 1 makes process.Process/Connect begin with the output that the agent still holds.
+	ReplayHeader = "Hib-Replay"
 	// Version is the level of the E2B agent protocol that the agent implements (envdVersion).
 	Version = "0.5.7"
 )

@@ -20,11 +20,16 @@ type Collected struct {
 
 // Collect deletes every snapshot but roots and keep, and then the state files and
 // packs that no snapshot needs any more. roots are the snapshots that records
-// name; keep are those that may be under way: whatever exists of them stays.
+// name; keep are those that a capture may be making: whatever exists of them stays.
+// A snapshot that is open stays as well.
 //
-// It may run beside captures (of ids in keep) and beside opening of roots. A
-// snapshot that is open stays. If a root's or another remaining manifest cannot be read, nobody knows
-// what it needs: then no packs are deleted, and the error says why.
+// It may run beside captures and opening. But a capture that begins after the
+// caller made up roots and keep is unknown to it: its id must be in keep from
+// the start (choose it beforehand), or it must wait. Delete must not run at the same time.
+//
+// If a root is missing, or a manifest that remains cannot be read, nobody knows
+// what is still needed: then no states and packs are deleted, and the error
+// says why.
 func (r *Repository) Collect(ctx context.Context, roots []ID, keep []ID) (Collected, error) {
 	c := collection{repo: r, root: idSet(roots), keep: idSet(keep)}
 	err := c.run(ctx)
@@ -49,10 +54,10 @@ type collection struct {
 	done       Collected
 }
 
-// run keeps an order that makes it safe beside captures: first it lists the packs, so that later ones
-// are not touched; then it deletes manifests; then it reads those that remain. A capture
-// under way holds its parent open until its own manifest is there, so
-// what it needs is named by the one or by the other.
+// run keeps an order that makes it safe beside captures: it lists what there
+// is, deletes manifests, and then reads those that remain. A capture holds its
+// parent open until its own manifest is there, so at every moment what it needs
+// of older packs is named by the one or by the other.
 func (c *collection) run(ctx context.Context) error {
 	packs, err := c.repo.list(ctx, packPrefix)
 	if err != nil {

@@ -58,19 +58,18 @@ func (u upstream) ask(ctx context.Context, query *dns.Msg) (*dns.Msg, error) {
 }
 
 func (u upstream) list() ([]string, error) {
-	if u.servers != nil {
-		return u.servers, nil
+	servers := u.servers
+	if servers == nil {
+		conf, err := dns.ClientConfigFromFile(resolvConf)
+		if err != nil {
+			return nil, fmt.Errorf("find the host's DNS servers: %w", err)
+		}
+		for _, s := range conf.Servers {
+			servers = append(servers, net.JoinHostPort(s, conf.Port))
+		}
 	}
-	conf, err := dns.ClientConfigFromFile(resolvConf)
-	if err != nil {
-		return nil, fmt.Errorf("find the host's DNS servers: %w", err)
-	}
-	if len(conf.Servers) == 0 {
-		return nil, fmt.Errorf("find the host's DNS servers: %s names none", resolvConf)
-	}
-	servers := make([]string, len(conf.Servers))
-	for i, s := range conf.Servers {
-		servers[i] = net.JoinHostPort(s, conf.Port)
+	if len(servers) == 0 {
+		return nil, errors.New("the host has no DNS servers")
 	}
 	return servers, nil
 }

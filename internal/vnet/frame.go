@@ -81,3 +81,5 @@ func checkIPv4(payload []byte) bool {
 		return false
 	}
 }
+
+func etherType(frame []byte) tcpip.NetworkProtocolNumber { return header.Ethernet(frame).Type() }

@@ -210,7 +210,7 @@ func (l *link) readFrame(r *bufio.Reader, size int) error {
 	if err != nil {
 		return err
 	}
-	protocol := header.Ethernet(eth).Type()
+	protocol := etherType(eth)
 	good := checkEthernet(eth)
 	r.Discard(header.EthernetMinimumSize)
 	size -= header.EthernetMinimumSize

@@ -38,7 +38,8 @@ type testNet struct {
 	socket string
 }
 
-func newTestNet(t testing.TB, cfg vnet.Config) *testNet {
+// newNetwork returns a network and the socket that it listens at.
+func newNetwork(t testing.TB, cfg vnet.Config) (*vnet.Network, string) {
 	t.Helper()
 	n, err := vnet.New(cfg)
 	if err != nil {
@@ -54,6 +55,12 @@ func newTestNet(t testing.TB, cfg vnet.Config) *testNet {
 	if err := n.Listen(socket); err != nil {
 		t.Fatal(err)
 	}
+	return n, socket
+}
+
+func newTestNet(t testing.TB, cfg vnet.Config) *testNet {
+	t.Helper()
+	n, socket := newNetwork(t, cfg)
 	g, err := vnettest.Join(socket)
 	if err != nil {
 		t.Fatal(err)

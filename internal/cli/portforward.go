@@ -1,0 +1,125 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"strconv"
+	"strings"
+	"sync"
+
+	"github.com/spf13/cobra"
+
+	"github.com/hibernacle/hibernacle/client"
+)
+
+func newPortForwardCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:   "port-forward ID LOCAL:PORT...",
+		Short: "Make TCP ports of a sandbox reachable on this host",
+		Long: `Listen at 127.0.0.1:LOCAL and connect what comes in to PORT in the sandbox, until
+interrupted. LOCAL 0 takes a free port; PORT alone uses the same number here. A
+connection wakes the sandbox.`,
+		Args: minArgs(2),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return runPortForward(cmd.Context(), a, args[0], args[1:])
+		},
+	}
+}
+
+func runPortForward(ctx context.Context, a *app, id string, specs []string) error {
+	c, err := a.client()
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	sb, err := c.Get(ctx, id)
+	if err != nil {
+		return err
+	}
+	var forwards sync.WaitGroup
+	defer forwards.Wait()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	for _, spec := range specs {
+		local, port, err := parseForward(spec)
+		if err != nil {
+			return err
+		}
+		ln, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(local)))
+		if err != nil {
+			return hintError{err, "LOCAL 0 takes a free port"}
+		}
+		context.AfterFunc(ctx, func() { ln.Close() })
+		fmt.Fprintf(a.Out, "%s -> %s:%d\n", ln.Addr(), sb.ID, port)
+		f := forward{client: c, id: sb.ID, port: port, complain: func(err error) { fmt.Fprintln(a.Err, "hib: "+describe(err)) }}
+		forwards.Go(func() { f.serve(ctx, ln) })
+	}
+	<-ctx.Done()
+	return nil
+}
+
+// parseForward reads "LOCAL:PORT" or "PORT".
+func parseForward(spec string) (local, port int, err error) {
+	l, p, ok := strings.Cut(spec, ":")
+	if !ok {
+		p = l
+	}
+	lo, err1 := strconv.ParseUint(l, 10, 16)
+	po, err2 := strconv.ParseUint(p, 10, 16)
+	if err1 != nil || err2 != nil || po == 0 {
+		return 0, 0, usagef("%q: it must be of the form LOCAL:PORT, for example 8080:80", spec)
+	}
+	return int(lo), int(po), nil
+}
+
+// forward connects what a listener accepts to one port of a sandbox.
+type forward struct {
+	client   *client.Client
+	id       string
+	port     int
+	complain func(error)
+}
+
+// serve accepts until the listener is closed and waits for its connections.
+func (f forward) serve(ctx context.Context, ln net.Listener) {
+	var conns sync.WaitGroup
+	defer conns.Wait()
+	for {
+		local, err := ln.Accept()
+		if err != nil {
+			return
+		}
+		conns.Go(func() { f.connect(ctx, local) })
+	}
+}
+
+func (f forward) connect(ctx context.Context, local net.Conn) {
+	defer local.Close()
+	remote, err := f.client.DialPort(ctx, f.id, f.port)
+	if err != nil {
+		if ctx.Err() == nil {
+			f.complain(err)
+		}
+		return
+	}
+	defer remote.Close()
+	defer context.AfterFunc(ctx, func() { local.Close(); remote.Close() })()
+	var both sync.WaitGroup
+	both.Go(func() { copyHalf(remote, local) })
+	both.Go(func() { copyHalf(local, remote) })
+	both.Wait()
+}
+
+// copyHalf copies one direction and passes its end on; a broken one breaks both.
+func copyHalf(dst, src net.Conn) {
+	_, err := io.Copy(dst, src)
+	if h, ok := dst.(interface{ CloseWrite() error }); ok && err == nil {
+		err = h.CloseWrite()
+	}
+	if err != nil {
+		dst.Close()
+		src.Close()
+	}
+}
