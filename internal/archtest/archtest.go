@@ -24,7 +24,7 @@ var Allowed = map[string][]string{
 	"client":                           {"api"},
 
 	// people
-	"internal/cli":    {"api", "api/filesystem", "api/filesystem/filesystemconnect", "api/process", "api/process/processconnect", "client", "internal/bench", "internal/daemon", "internal/doctor", "internal/shim"},
+	"internal/cli":    {"api", "api/filesystem", "api/filesystem/filesystemconnect", "api/process", "api/process/processconnect", "client", "internal/bench", "internal/daemon", "internal/doctor", "internal/guestapi", "internal/shim"},
 	"internal/bench":  {"api", "client"},
 	"internal/doctor": {"api", "client", "internal/daemon", "internal/pager", "internal/shim", "internal/vmm"},
 	"internal/daemon": {"api", "internal/atomicfile", "internal/blob/disk", "internal/catalog", "internal/pager", "internal/sandbox", "internal/server", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm", "internal/vnet"},
