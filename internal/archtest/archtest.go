@@ -31,7 +31,7 @@ var Allowed = map[string][]string{
 
 	// the service
 	"internal/server":   {"api", "api/process", "api/process/processconnect", "internal/guestapi", "internal/sandbox"},
-	"internal/sandbox":  {"internal/catalog", "internal/failpoint", "internal/guestapi", "internal/shim", "internal/snapshot", "internal/vmm"},
+	"internal/sandbox":  {"internal/blob", "internal/catalog", "internal/failpoint", "internal/guestapi", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm"},
 	"internal/catalog":  {},
 	"internal/template": {"internal/atomicfile"},
 
@@ -63,7 +63,11 @@ var Allowed = map[string][]string{
 	"internal/archtest":   {},
 
 	// tests and the demo
-	"demo":          {"api", "client"},
-	"test/hibtest":  {"api", "client", "internal/shim"},
-	"test/recordfs": {},
+	"internal/vnet/vnettest":       {"internal/vnet"},
+	"internal/server/servertest":   {"api", "internal/sandbox", "internal/server"},
+	"internal/sandbox/sandboxtest": {"internal/catalog", "internal/guestapi", "internal/sandbox", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm"},
+	"internal/catalog/catalogtest": {"internal/catalog"},
+	"demo":                         {"api", "client"},
+	"test/hibtest":                 {"api", "internal/bench", "internal/shim"},
+	"test/recordfs":                {},
 }
