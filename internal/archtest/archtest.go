@@ -65,9 +65,9 @@ var Allowed = map[string][]string{
 	// tests and the demo
 	"internal/vnet/vnettest":       {"internal/vnet"},
 	"internal/server/servertest":   {"api", "internal/sandbox", "internal/server"},
-	"internal/sandbox/sandboxtest": {"internal/catalog", "internal/guestapi", "internal/sandbox", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm"},
+	"internal/sandbox/sandboxtest": {"internal/catalog", "internal/catalog/catalogtest", "internal/guestapi", "internal/sandbox", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm"},
 	"internal/catalog/catalogtest": {"internal/catalog"},
-	"demo":                         {"api", "client"},
+	"demo":                         {"api", "client", "internal/bench"},
 	"test/hibtest":                 {"api", "internal/bench", "internal/shim"},
 	"test/recordfs":                {},
 }
