@@ -64,7 +64,7 @@ var Allowed = map[string][]string{
 
 	// tests and the demo
 	"internal/vnet/vnettest":       {"internal/vnet"},
-	"internal/server/servertest":   {"api", "internal/sandbox", "internal/server"},
+	"internal/server/servertest":   {"api", "internal/guest", "internal/guestapi", "internal/sandbox", "internal/server"},
 	"internal/sandbox/sandboxtest": {"internal/catalog", "internal/catalog/catalogtest", "internal/guestapi", "internal/sandbox", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm"},
 	"internal/catalog/catalogtest": {"internal/catalog"},
 	"demo":                         {"api", "client", "internal/bench"},
