@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"runtime/debug"
 	"syscall"
 	"time"
@@ -38,6 +39,7 @@ func Main(log *slog.Logger) error {
 	}
 	debug.SetGCPercent(gcPercent)
 	debug.SetMemoryLimit(memoryLimit)
+	runtime.GOMAXPROCS(runtime.NumCPU()) // being set, it is not looked up again and again
 	if err := Boot(log); err != nil {
 		return fmt.Errorf("boot: %w", err)
 	}
