@@ -30,9 +30,13 @@ var Allowed = map[string][]string{
 	"internal/daemon": {"api", "internal/atomicfile", "internal/blob/disk", "internal/catalog", "internal/pager", "internal/sandbox", "internal/server", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm", "internal/vnet"},
 
 	// the service
-	"internal/server":   {"api", "api/process", "api/process/processconnect", "internal/guestapi", "internal/sandbox"},
-	"internal/sandbox":  {"internal/catalog", "internal/failpoint", "internal/guestapi", "internal/shim", "internal/snapshot", "internal/vmm"},
-	"internal/catalog":  {},
+	"internal/server":  {"api", "api/process", "api/process/processconnect", "internal/guestapi", "internal/sandbox"},
+	"internal/sandbox": {"internal/catalog", "internal/failpoint", "internal/guestapi", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm"},
+	"internal/catalog": {},
+
+	"internal/sandbox/sandboxtest": {"internal/catalog", "internal/catalog/catalogtest", "internal/sandbox", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm"},
+	"internal/catalog/catalogtest": {"internal/catalog"},
+
 	"internal/template": {"internal/atomicfile"},
 
 	// one machine
