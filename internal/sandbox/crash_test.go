@@ -103,6 +103,13 @@ func faultAtStep(t *testing.T, opName, faultName string, n int) (reached bool) {
 
 // settled waits until the core has settled everything by itself.
 func settled(h *host) {
+	h.t.Helper()
+	var why string
+	defer func() {
+		if h.t.Failed() {
+			h.t.Log("not settled: ", why)
+		}
+	}()
 	wait(h.t, "all is settled", func() bool {
 		list, err := h.core.List(h.t.Context())
 		if err != nil {
@@ -112,10 +119,12 @@ func settled(h *host) {
 			switch s.State {
 			case sandbox.StateRunning, sandbox.StateStandby, sandbox.StateFailed:
 			default:
+				why = fmt.Sprintf("%s is %s", s.ID, s.State)
 				return false
 			}
 		}
 		_, err = h.core.Collect(h.t.Context())
+		why = fmt.Sprint(err)
 		return err == nil
 	})
 }

@@ -4,8 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"syscall"
 
-	"github.com/hibernacle/hibernacle/internal/blob"
 	"github.com/hibernacle/hibernacle/internal/catalog"
 	"github.com/hibernacle/hibernacle/internal/shim"
 	"github.com/hibernacle/hibernacle/internal/snapshot"
@@ -95,7 +95,7 @@ func stepError(cause error, format string, args ...any) error {
 	}
 	e := &Error{Kind: ErrUnavailable, Message: fmt.Sprintf(format, args...), Hint: "try again; hib logs and the daemon's log say more", Cause: cause}
 	switch {
-	case errors.Is(cause, blob.ErrNoSpace), shimCode(cause) == shim.CodeNoSpace:
+	case errors.Is(cause, syscall.ENOSPC), shimCode(cause) == shim.CodeNoSpace:
 		e.Kind, e.Hint = ErrNoSpace, "free space on the disk of the data folder, or delete sandboxes"
 	case errors.Is(cause, errRequest), errors.Is(cause, errDelete):
 		e.Kind, e.Hint = ErrConflict, ""
