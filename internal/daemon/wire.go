@@ -50,6 +50,9 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 	if err != nil {
 		return nil, api.Version{}, err
 	}
+	if err := f.giveStore(a); err != nil {
+		return nil, api.Version{}, err
+	}
 	if err := store.Clean(ctx); err != nil {
 		return nil, api.Version{}, fmt.Errorf("clean the store: %w", err)
 	}

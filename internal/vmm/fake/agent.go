@@ -225,7 +225,7 @@ func (a *agent) thaw(g *guest, r *http.Request) (any, error) {
 		return nil, err
 	}
 	g.thaw(req.Attempt)
-	return nil, nil
+	return struct{}{}, nil
 }
 
 func (a *agent) counter(g *guest, _ *http.Request) (any, error) { return g.counter(), nil }
