@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"sync/atomic"
 	"testing"
 
@@ -211,5 +212,71 @@ func checkAll(h *host) {
 	}
 	if n := h.w.Snapshots(); n != 0 {
 		h.t.Fatalf("%d snapshots are left", n)
+	}
+}
+
+// TestCrashUnderLoad kills the daemon, or cuts the power, while many sandboxes
+// hibernate and wake: what was acknowledged is there, to the word.
+func TestCrashUnderLoad(t *testing.T) {
+	h := newHost(t)
+	const sandboxes, rounds = 8, 30
+	known := make([]modelled, sandboxes)
+	ids := make([]string, sandboxes)
+	for i := range ids {
+		ids[i] = h.create().ID
+		known[i] = modelled{memory: set{"booted": true}, saved: set{"booted": true}}
+	}
+	for round := range rounds {
+		powerCut := round%2 == 1
+		var steps atomic.Int64
+		h.hook.set(func(context.Context, sandboxtest.Step) error {
+			if steps.Add(1) == int64(50+13*round) {
+				h.d.Kill()
+				if powerCut {
+					h.w.Reboot()
+				}
+			}
+			return nil
+		})
+		var wg sync.WaitGroup
+		for i := range ids {
+			wg.Go(func() { work(h, ids[i], &known[i], round) })
+		}
+		wg.Wait()
+		h.hook.set(nil)
+		h.crash()
+		for i, id := range ids {
+			if powerCut {
+				known[i].memory = known[i].memory.plus(known[i].saved)
+			}
+			if h.get(id).State == sandbox.StateFailed {
+				if !powerCut {
+					t.Fatalf("round %d: %s failed: %s", round, id, h.get(id).Reason)
+				}
+				h.resume(id)
+			}
+			got := h.ask(id, "get")
+			if !known[i].memory[got] {
+				t.Fatalf("round %d: %s has %q, not one of %v", round, id, got, known[i].memory)
+			}
+			known[i].memory = set{got: true}
+		}
+	}
+}
+
+// work sets and hibernates until the daemon is dead, and notes what is known.
+func work(h *host, id string, known *modelled, round int) {
+	for n := 0; ; n++ {
+		word := fmt.Sprintf("%d-%d", round, n)
+		if _, err := sandboxtest.Ask(context.Background(), h.core, id, "set "+word); err != nil {
+			known.memory = known.memory.plus(set{word: true})
+			return
+		}
+		known.memory = set{word: true}
+		if _, err := h.core.Hibernate(context.Background(), id); err != nil {
+			known.saved = known.saved.plus(known.memory)
+			return
+		}
+		known.saved = known.memory
 	}
 }
