@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"time"
 
@@ -72,20 +73,7 @@ func build(ctx context.Context, o Options, progress func(Progress)) (Artifacts, 
 	if progress == nil {
 		progress = func(Progress) {}
 	}
-	if o.Out == "" {
-		return Artifacts{}, errors.New("no folder to build it in was named")
-	}
-	if _, err := os.Lstat(o.Out); err == nil {
-		return Artifacts{}, fmt.Errorf("%s: %w", o.Out, fs.ErrExist)
-	}
-	agent, err := readAgent(o.GuestBinary)
-	if err != nil {
-		return Artifacts{}, err
-	}
-	if err := haveTools("apt-config", "dpkg-deb"); err != nil {
-		return Artifacts{}, err
-	}
-	out, err := filepath.Abs(o.Out)
+	out, agent, err := checkOptions(o)
 	if err != nil {
 		return Artifacts{}, err
 	}
@@ -124,6 +112,27 @@ func build(ctx context.Context, o Options, progress func(Progress)) (Artifacts, 
 	r := record{Format: formatName, Version: formatVersion, Name: o.Name, BuiltAt: time.Now().UTC().Truncate(time.Second),
 		Suite: deb.Suite, KernelRelease: release, Cmdline: cmdline}
 	return finish(ctx, r, work, out, progress)
+}
+
+// checkOptions checks, before the long work, what a build starts from. It
+// returns the absolute path of o.Out and the guest agent's executable.
+func checkOptions(o Options) (out string, agent []byte, err error) {
+	if o.Out == "" {
+		return "", nil, errors.New("no folder to build it in was named")
+	}
+	if out, err = filepath.Abs(o.Out); err != nil {
+		return "", nil, err
+	}
+	if _, err := os.Lstat(out); err == nil {
+		return "", nil, fmt.Errorf("%s: %w", out, fs.ErrExist)
+	}
+	if o.Suite != "" && !slices.Contains(suites, o.Suite) {
+		return "", nil, fmt.Errorf("%q is no release that templates can be made of; these are: %s", o.Suite, strings.Join(suites, ", "))
+	}
+	if agent, err = readAgent(o.GuestBinary); err != nil {
+		return "", nil, err
+	}
+	return out, agent, haveTools("apt-config", "dpkg-deb")
 }
 
 // finish records the files in work and publishes them as the folder out.

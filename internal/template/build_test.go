@@ -19,7 +19,7 @@ import (
 // bench is a host on which mmdebstrap is a script: it writes a small archive
 // and a small kernel package.
 type bench struct {
-	dir, out, cache, agent string
+	dir, out, cache, agent, suite string
 }
 
 // newBench makes a bench. before runs in the script before it writes anything.
@@ -30,7 +30,7 @@ func newBench(t *testing.T, before string) *bench {
 			t.Skipf("%s is not installed", tool)
 		}
 	}
-	b := &bench{dir: t.TempDir()}
+	b := &bench{dir: t.TempDir(), suite: "bookworm"}
 	b.agent = filepath.Join(b.dir, "agent")
 	b.write(t, "agent", makeELF(t, 2, 0, nil))
 	b.out, b.cache = filepath.Join(b.dir, "templates", "base"), filepath.Join(b.dir, "cache")
@@ -74,7 +74,7 @@ func (b *bench) kernelPackage(t *testing.T, release string) {
 }
 
 func (b *bench) build(ctx context.Context, progress func(Progress)) (Artifacts, error) {
-	return Build(ctx, Options{Name: "base", Out: b.out, CacheDir: b.cache, GuestBinary: b.agent, Suite: "bookworm"}, progress)
+	return Build(ctx, Options{Name: "base", Out: b.out, CacheDir: b.cache, GuestBinary: b.agent, Suite: b.suite}, progress)
 }
 
 // runs returns how often mmdebstrap ran to its end.
@@ -206,6 +206,7 @@ func TestFailedBuildLeavesNothing(t *testing.T) {
 		"no kernel package":      {break_: func(t *testing.T, b *bench) { b.write(t, "kernel.deb", []byte("x")) }, text: "dpkg-deb"},
 		"two kernels":            {break_: func(t *testing.T, b *bench) { b.kernelPackage(t, "6.2.0-test") }, want: errKernelImage},
 		"agent is no executable": {break_: func(t *testing.T, b *bench) { b.agent = filepath.Join(b.dir, "rootfs.tar") }, want: errAgent},
+		"unknown release":        {break_: func(_ *testing.T, b *bench) { b.suite = "potato" }, text: "bookworm, trixie"},
 		"no folder":              {break_: func(_ *testing.T, b *bench) { b.out = "" }, text: "no folder"},
 	} {
 		t.Run(name, func(t *testing.T) {

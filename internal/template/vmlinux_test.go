@@ -174,6 +174,7 @@ func TestExtractVMLinuxRefusesWhatIsNoKernel(t *testing.T) {
 		"size too large":         {payload("lz4", makeTestKernel(t), func(p []byte) { end(p)[2]++ }), "its end says"},
 		"damaged lz4 block size": {payload("lz4", makeTestKernel(t), func(p []byte) { copy(p[4:], "\xff\xff\xff\xff") }), "block of"},
 		"damaged lz4 data":       {payload("lz4", makeTestKernel(t), func(p []byte) { clear(p[8 : len(p)-4]) }), "lz4"},
+		"lz4 of short blocks":    {makeBzImage([]byte("\x02\x21\x4c\x18\x02\x00\x00\x00\x10A\x02\x00\x00\x00\x10A\x20\x00\x00\x00")), "short block"},
 		"damaged zstd":           {payload("zstd", makeTestKernel(t), func(p []byte) { clear(p[8 : len(p)-4]) }), "zstd"},
 		"damaged gzip":           {payload("gzip", makeTestKernel(t), func(p []byte) { clear(p[12 : len(p)-8]) }), "gzip"},
 		"damaged xz":             {payload("xz", makeTestKernel(t), func(p []byte) { clear(p[12 : len(p)-8]) }), "xz"},
