@@ -9,6 +9,7 @@ import (
 	"github.com/hibernacle/hibernacle/internal/catalog"
 	"github.com/hibernacle/hibernacle/internal/shim"
 	"github.com/hibernacle/hibernacle/internal/snapshot"
+	"github.com/hibernacle/hibernacle/internal/template"
 )
 
 // The kinds of errors of this package; test with errors.Is. What the methods
@@ -108,13 +109,14 @@ func stepError(cause error, format string, args ...any) error {
 }
 
 // fatal reports whether a resume that failed with err would fail again: its
-// snapshot is damaged, missing or made for another machine.
+// snapshot or its base image is damaged, missing or made for another machine.
 func fatal(err error) bool {
 	switch shimCode(err) {
 	case shim.CodeCorrupt, shim.CodeMismatch:
 		return true
 	}
-	return errors.Is(err, snapshot.ErrCorrupt) || errors.Is(err, snapshot.ErrMissing)
+	return errors.Is(err, snapshot.ErrCorrupt) || errors.Is(err, snapshot.ErrMissing) ||
+		errors.Is(err, template.ErrCorrupt) || errors.Is(err, template.ErrFormat)
 }
 
 // ended reports whether err proves that a shim or its machine is no more.

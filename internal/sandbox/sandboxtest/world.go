@@ -337,3 +337,5 @@ func (b builder) Verify(a template.Artifacts) error {
 	_, err := b.Load(a.Dir)
 	return err
 }
+
+func (b builder) Check(a template.Artifacts) error { return b.Verify(a) }
