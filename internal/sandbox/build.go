@@ -121,6 +121,9 @@ func (c *Core) beginBuild(name string) (*tmpl, int, error) {
 	if t.building {
 		return nil, 0, conflict("wait for it to end", "template %s is being built", name)
 	}
+	if t.removing {
+		return nil, 0, conflict("try again", "template %s is being removed", name)
+	}
 	t.building = true
 	number := 1
 	for _, v := range t.rec.Versions {

@@ -46,14 +46,15 @@ type TemplateBase struct {
 }
 
 // tmpl is a template in memory. The record is replaced, never written into;
-// Core.mu guards rec, rev and building, and turn serialises those who change them.
+// Core.mu guards rec, rev, building and removing, and turn serialises those who change them.
 type tmpl struct {
 	name     string
 	turn     sync.Mutex
 	rec      templateRecord
 	rev      uint64
 	building bool
-	removed  bool
+	removing bool
+	removed  bool // it has no record any more; read and written with turn held
 	stale    bool // rec may not be what the catalog has; read and written with turn held
 }
 
@@ -136,7 +137,7 @@ func (c *Core) pinTemplate(name string) (v templateVersion, unpin func(), err er
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	t := c.templates[name]
-	if t == nil || t.rec.Current == 0 {
+	if t == nil || t.rec.Current == 0 || t.removing {
 		return templateVersion{}, nil, notFound("template", clip(name))
 	}
 	v, _ = t.rec.find(t.rec.Current)
@@ -243,35 +244,45 @@ func (c *Core) RemoveTemplate(ctx context.Context, name string) error {
 	if err := c.refreshTemplate(ctx, t); err != nil {
 		return err
 	}
-	c.mu.Lock()
-	n := 0
-	for _, users := range c.users(name) {
-		n += users
+	if err := c.beginRemoval(t); err != nil {
+		return err
 	}
-	switch {
-	case t.removed:
-		c.mu.Unlock()
-		return notFound("template", name)
-	case t.building:
-		c.mu.Unlock()
-		return conflict("wait for the build to end", "template %s is being built", name)
-	case n > 0:
-		c.mu.Unlock()
-		return conflict("delete them first", "template %s is used by %d sandboxes", name, n)
-	}
-	delete(c.templates, name) // no creation finds it from here on
-	c.mu.Unlock()
 	if err := erase(ctx, c.cfg.Catalog, kindTemplate, name, t.rev); err != nil {
+		t.stale = true
 		c.mu.Lock()
-		c.templates[name] = t
+		t.removing = false
 		c.mu.Unlock()
 		return stepError(err, "remove template %s", name)
 	}
 	t.removed = true
+	c.removeAll(filepath.Join(c.cfg.TemplatesDir, name))
+	// Until here its snapshots were needed and its name was taken.
+	c.mu.Lock()
+	delete(c.templates, name)
+	c.mu.Unlock()
 	for _, v := range t.rec.Versions {
 		c.trash.add(v.snapshots()...)
 	}
-	c.removeAll(filepath.Join(c.cfg.TemplatesDir, name))
+	return nil
+}
+
+// beginRemoval checks that nobody uses the template and keeps it so.
+func (c *Core) beginRemoval(t *tmpl) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	n := 0
+	for _, users := range c.users(t.name) {
+		n += users
+	}
+	switch {
+	case t.removed:
+		return notFound("template", t.name)
+	case t.building:
+		return conflict("wait for the build to end", "template %s is being built", t.name)
+	case n > 0:
+		return conflict("delete them first", "template %s is used by %d sandboxes", t.name, n)
+	}
+	t.removing = true
 	return nil
 }
 
