@@ -13,6 +13,8 @@ import (
 	"gvisor.dev/gvisor/pkg/waiter"
 )
 
+var errLinkEnded = errors.New("the guest's card is gone")
+
 // Dial opens a TCP connection from the gateway to a port of the guest. It waits
 // for the guest's card to be joined and for the guest to answer as long as ctx
 // lets it, and fails at once with ErrRefused where nobody listens. The
@@ -58,11 +60,23 @@ func (n *Network) dialGuest(ctx context.Context, port uint16, m *meter) (net.Con
 	return c, nil
 }
 
-// connect does what gonet's dialler does, and keeps the endpoint.
+// connect connects, and again when the card is replaced before the guest has
+// answered: the stack would repeat its question no sooner than after a second.
 func (n *Network) connect(ctx context.Context, port uint16) (*guestConn, error) {
-	if err := n.link.waitUp(ctx); err != nil {
-		return nil, context.Cause(ctx)
+	for {
+		ended, err := n.link.waitUp(ctx)
+		if err != nil {
+			return nil, err
+		}
+		c, err := n.connectOnce(ctx, port, ended)
+		if !errors.Is(err, errLinkEnded) {
+			return c, err
+		}
 	}
+}
+
+// connectOnce does what gonet's dialler does, and keeps the endpoint.
+func (n *Network) connectOnce(ctx context.Context, port uint16, ended <-chan struct{}) (*guestConn, error) {
 	wq := new(waiter.Queue)
 	ep, terr := n.stack.NewEndpoint(tcp.ProtocolNumber, ipv4.ProtocolNumber, wq)
 	if terr != nil {
@@ -82,6 +96,10 @@ func (n *Network) connect(ctx context.Context, port uint16) (*guestConn, error) 
 			ep.Abort()
 			ep.Close()
 			return nil, context.Cause(ctx)
+		case <-ended:
+			ep.Abort()
+			ep.Close()
+			return nil, errLinkEnded
 		case <-connected:
 		}
 		terr = ep.LastError()
