@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"sync"
+	"time"
 
 	"gvisor.dev/gvisor/pkg/tcpip"
 	"gvisor.dev/gvisor/pkg/tcpip/network/ipv4"
@@ -13,7 +14,19 @@ import (
 	"gvisor.dev/gvisor/pkg/waiter"
 )
 
-var errLinkEnded = errors.New("the guest's card is gone")
+// The stack repeats an unanswered question after 1, 3, 7, 15… seconds: too late
+// for a guest that boots meanwhile. So the first tries are short; a guest that
+// needs longer than that to answer is met by the last one.
+const (
+	shortTry   = 2 * time.Second
+	shortTries = 8
+)
+
+// Reasons to try again.
+var (
+	errLinkEnded  = errors.New("the guest's card is gone")
+	errUnanswered = errors.New("the guest did not answer")
+)
 
 // Dial opens a TCP connection from the gateway to a port of the guest. It waits
 // for the guest's card to be joined and for the guest to answer as long as ctx
@@ -61,15 +74,20 @@ func (n *Network) dialGuest(ctx context.Context, port uint16, m *meter) (net.Con
 }
 
 // connect connects, and again when the card is replaced before the guest has
-// answered: the stack would repeat its question no sooner than after a second.
+// answered.
 func (n *Network) connect(ctx context.Context, port uint16) (*guestConn, error) {
-	for {
+	for try := 0; ; try++ {
 		ended, err := n.link.waitUp(ctx)
 		if err != nil {
 			return nil, err
 		}
-		c, err := n.connectOnce(ctx, port, ended)
-		if !errors.Is(err, errLinkEnded) {
+		tryCtx, cancel := ctx, func() {}
+		if try < shortTries {
+			tryCtx, cancel = context.WithTimeoutCause(ctx, shortTry, errUnanswered)
+		}
+		c, err := n.connectOnce(tryCtx, port, ended)
+		cancel()
+		if !errors.Is(err, errLinkEnded) && !errors.Is(err, errUnanswered) {
 			return c, err
 		}
 	}
