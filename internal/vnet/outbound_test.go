@@ -362,9 +362,9 @@ func TestTCPFlowsAreBounded(t *testing.T) {
 	exchange(t, dialGuest(t, n, "tcp", vnet.GatewayIP+":53"), "")
 }
 
-// A flow whose guest takes no more data after both ends were closed counts until
-// its buffers are gone.
-func TestClosedFlowsHoldNothing(t *testing.T) {
+// A flow that both ends closed leaves the table as soon as the guest has taken
+// all of it.
+func TestClosedFlowsEnd(t *testing.T) {
 	w := new(world)
 	w.put("tcp", public+":80", hostListener(t, func(c net.Conn) { c.Write(make([]byte, 64<<10)) }))
 	n := newTestNet(t, vnet.Config{Dial: w.dial})
