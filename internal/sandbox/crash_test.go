@@ -118,7 +118,12 @@ func settled(h *host) {
 		}
 		for _, s := range list {
 			switch s.State {
-			case sandbox.StateRunning, sandbox.StateStandby, sandbox.StateFailed:
+			case sandbox.StateRunning:
+				if !h.w.Runs(s.ID) {
+					why = fmt.Sprintf("%s runs by its record and its machine is gone", s.ID)
+					return false
+				}
+			case sandbox.StateStandby, sandbox.StateFailed:
 			default:
 				why = fmt.Sprintf("%s is %s", s.ID, s.State)
 				return false

@@ -101,6 +101,18 @@ func (w *World) Machines() []string {
 	return names
 }
 
+// Runs reports whether a machine of the sandbox is alive and its guest has not ended.
+func (w *World) Runs(sandbox string) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, m := range w.machines {
+		if m.sandbox == sandbox && m.phase != shim.PhaseStopped {
+			return true
+		}
+	}
+	return false
+}
+
 // Snapshots returns how many snapshots the store holds.
 func (w *World) Snapshots() int {
 	w.mu.Lock()
