@@ -29,6 +29,7 @@ import (
 	"github.com/hibernacle/hibernacle/internal/catalog"
 	"github.com/hibernacle/hibernacle/internal/catalog/catalogtest"
 	"github.com/hibernacle/hibernacle/internal/sandbox"
+	"github.com/hibernacle/hibernacle/internal/shim"
 	"github.com/hibernacle/hibernacle/internal/snapshot"
 	"github.com/hibernacle/hibernacle/internal/template"
 	"github.com/hibernacle/hibernacle/internal/vmm"
