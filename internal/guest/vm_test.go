@@ -233,7 +233,7 @@ func (w withToken) WrapStreamingHandler(next connect.StreamingHandlerFunc) conne
 func (m *machine) sh(t *testing.T, script string) string {
 	t.Helper()
 	e := m.start(m.context(t), t, shell(script)).all()
-	if e.end.GetExitCode() != 0 || e.end == nil {
+	if e.end == nil || e.end.ExitCode != 0 {
 		t.Fatalf("%s: end %v, error %v\n%s%s", script, e.end, e.err(), e.stdout.String(), e.stderr.String())
 	}
 	return e.stdout.String()
@@ -365,15 +365,11 @@ func (m *machine) testSockets(t *testing.T) {
 	out.until("the outward connection", func() bool { return out.stdout.Len() > 0 })
 	in.until("the inward connection", func() bool { return in.stdout.Len() > 0 })
 	established := func() int {
-		n, _ := strconv.Atoi(strings.TrimSpace(m.sh(t, "grep -c ' 01 ' /proc/net/tcp")))
+		n, _ := strconv.Atoi(strings.TrimSpace(m.sh(t, "cat /proc/net/tcp /proc/net/tcp6 | grep -c ' 01 '")))
 		return n
 	}
 	// Two loopback ends, the outward one, the two streams, and that of the script that counts.
-	waitFor(t, "the connections to be there", func() bool {
-		t.Log(m.sh(t, "cat /proc/net/tcp; ps"))
-		time.Sleep(2 * time.Second)
-		return established() == 6
-	})
+	waitFor(t, "the connections to be there", func() bool { return established() == 6 })
 
 	resp := m.init(t, secondToken, initOf(guestapi.ReasonResume, 3, nil))
 	if resp.SocketsDestroyed < 3 {

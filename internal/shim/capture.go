@@ -41,51 +41,70 @@ func (h *host) capture(ctx context.Context, req CaptureRequest) (CaptureReport, 
 		return CaptureReport{}, err
 	}
 	defer end()
-	if report, err := h.admit(req); report != nil || err != nil {
-		return deref(report), err
+	if req.Attempt == 0 {
+		return CaptureReport{}, errorf(CodeInvalid, "attempts are counted from 1")
+	}
+	if _, err := snapshot.ParseID(string(req.ID)); err != nil {
+		return CaptureReport{}, errorf(CodeInvalid, "%v", err)
 	}
 	if req.Deadline <= 0 {
 		req.Deadline = defaultDeadline
 	}
 	ctx, cancel := context.WithTimeout(ctx, req.Deadline)
 	defer cancel()
-	h.update(func() { h.phase, h.attempt, h.cancel = PhaseCapturing, req.Attempt, cancel })
-	defer h.update(func() { h.cancel = nil })
-
-	report, err := h.seal(ctx, req)
-	if err == nil {
-		return report, nil
-	}
-	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
-		err = errorf(CodeRefused, "attempt %d was not sealed within %s", req.Attempt, req.Deadline)
-	}
-	h.refuse(req.Attempt)
-	if thawErr := h.goOn(req.Attempt); thawErr != nil {
-		return CaptureReport{}, fmt.Errorf("%w; and the guest did not go on: %v", err, thawErr)
-	}
-	return CaptureReport{}, err
-}
-
-func deref(r *CaptureReport) CaptureReport {
-	if r == nil {
-		return CaptureReport{}
-	}
-	return *r
-}
-
-// admit checks the attempt. An attempt that is sealed already gets its report again.
-func (h *host) admit(req CaptureRequest) (*CaptureReport, error) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
+	sealed, err := h.admit(req, cancel)
 	switch {
-	case req.Attempt <= h.refused:
-		return nil, errorf(CodeRefused, "attempt %d was given up before", req.Attempt)
-	case h.phase == PhaseSealed && h.attempt == req.Attempt:
-		return h.report, nil
-	case h.phase == PhaseSealed:
-		return nil, errorf(CodeInvalid, "attempt %d is sealed; thaw or release it before attempt %d", h.attempt, req.Attempt)
+	case err != nil:
+		return CaptureReport{}, err
+	case sealed != nil:
+		return *sealed, nil
 	}
-	return nil, nil
+	report, err := h.seal(ctx, req)
+	h.mu.Lock()
+	h.cancel = nil
+	h.mu.Unlock()
+	if err != nil {
+		return CaptureReport{}, h.giveUp(ctx, req, err)
+	}
+	return report, failpoint.Hit(ctx, failSealed)
+}
+
+// admit begins an attempt. One that is sealed already gets its report again.
+func (h *host) admit(req CaptureRequest, cancel func()) (sealed *CaptureReport, err error) {
+	h.update(func() {
+		switch {
+		case req.Attempt <= h.refused:
+			err = errorf(CodeRefused, "attempt %d was given up before", req.Attempt)
+		case h.phase == PhaseStopped:
+			err = h.whyStopped()
+		case h.phase == PhaseSealed && h.attempt == req.Attempt:
+			sealed = h.report
+		case h.phase == PhaseSealed:
+			err = errorf(CodeInvalid, "attempt %d is sealed; thaw or release it before attempt %d", h.attempt, req.Attempt)
+		default:
+			h.phase, h.attempt, h.cancel = PhaseCapturing, req.Attempt, cancel
+		}
+	})
+	return sealed, err
+}
+
+// giveUp lets the guest go on after a capture that failed with cause, and
+// returns the error that says why.
+func (h *host) giveUp(ctx context.Context, req CaptureRequest, cause error) error {
+	h.refuse(req.Attempt)
+	if h.hasExited() {
+		return h.exitError()
+	}
+	switch {
+	case errors.Is(ctx.Err(), context.DeadlineExceeded):
+		cause = errorf(CodeRefused, "attempt %d was not sealed within %s: %v", req.Attempt, req.Deadline, cause)
+	case ctx.Err() != nil:
+		cause = errorf(CodeRefused, "attempt %d was given up: %v", req.Attempt, cause)
+	}
+	if err := h.goOn(req.Attempt); err != nil {
+		return fmt.Errorf("%w; and the guest did not go on: %v", cause, err)
+	}
+	return cause
 }
 
 func (h *host) refuse(attempt uint64) {
@@ -145,26 +164,25 @@ func (h *host) seal(ctx context.Context, req CaptureRequest) (CaptureReport, err
 		Snapshot: ref, Metadata: meta, Phases: watch.phases, Warnings: warnings,
 		PauseMS: float64(time.Since(paused).Microseconds()) / 1000,
 	}
-	if err := h.markSealed(ctx, &report); err != nil {
-		return CaptureReport{}, h.discard(req.ID, err)
-	}
-	return report, failpoint.Hit(context.WithoutCancel(ctx), failSealed)
+	return report, h.markSealed(ctx, &report)
 }
 
-// markSealed is the point after which the guest runs again only by order.
+// markSealed is the point after which the guest runs again only by order. A
+// machine that ended before it leaves a snapshot that is whole: its guest did
+// not run on, so whoever gave the order may find and keep it.
 func (h *host) markSealed(ctx context.Context, report *CaptureReport) error {
-	var err error
+	var stopped, cancelled error
 	h.update(func() {
-		switch {
-		case h.phase == PhaseStopped:
-			err = errorf(CodeStopped, "the machine ended during the capture: %s", describe(h.exit, h.failure))
-		case ctx.Err() != nil: // cancelled while the last bytes were written
-			err = ctx.Err()
-		default:
+		if h.phase == PhaseStopped {
+			stopped = h.whyStopped()
+		} else if cancelled = ctx.Err(); cancelled == nil {
 			h.phase, h.report = PhaseSealed, report
 		}
 	})
-	return err
+	if cancelled != nil {
+		return h.discard(report.Snapshot.ID, cancelled)
+	}
+	return stopped
 }
 
 // discard removes a snapshot that was written whole but will not be sealed.
@@ -186,7 +204,7 @@ func (h *host) dirtyPages(ctx context.Context, full bool) ([]page.Run, error) {
 
 // freeze stops the user's processes in the guest.
 func (h *host) freeze(ctx context.Context, req CaptureRequest) (warnings []string, err error) {
-	ctx, cancel := context.WithTimeout(ctx, freezeTimeout)
+	ctx, cancel := context.WithTimeout(ctx, h.limits.freeze)
 	defer cancel()
 	ctx, stop := h.whileRunning(ctx)
 	defer stop()
@@ -197,11 +215,20 @@ func (h *host) freeze(ctx context.Context, req CaptureRequest) (warnings []strin
 	return resp.Warnings, nil
 }
 
-// goOn lets the guest run after a capture that will not be.
+// goOn lets the guest run after a capture that will not be. If the VMM did not
+// let it, the phase stays PhaseCapturing and a thaw tries again. An agent that
+// does not answer thaws by itself after its deadline.
 func (h *host) goOn(attempt uint64) error {
-	ctx, cancel := context.WithTimeout(context.Background(), thawTimeout)
+	// Nobody may take the guest for sealed once it has run on.
+	if err := h.enter(PhaseCapturing); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), h.limits.thaw)
 	defer cancel()
 	if err := h.machine.Run(ctx); err != nil {
+		if h.hasExited() {
+			return h.exitError()
+		}
 		return err
 	}
 	running, stop := h.whileRunning(ctx)
@@ -210,12 +237,7 @@ func (h *host) goOn(attempt uint64) error {
 	if err != nil {
 		err = h.guestError("thaw", err)
 	}
-	h.update(func() {
-		if h.phase != PhaseStopped {
-			h.phase, h.report = PhaseRunning, nil
-		}
-	})
-	return err
+	return errors.Join(err, h.enter(PhaseRunning))
 }
 
 // thaw gives an attempt up: one under way is cancelled, a sealed one is opened.
@@ -226,12 +248,12 @@ func (h *host) thaw(ctx context.Context, req ThawRequest) error {
 		h.cancel()
 	}
 	h.mu.Unlock()
-	end, err := h.begin(ctx, PhaseRunning, PhaseSealed)
+	end, err := h.begin(ctx, PhaseRunning, PhaseCapturing, PhaseSealed)
 	if err != nil {
 		return err
 	}
 	defer end()
-	if s, _ := h.status(); s.Phase == PhaseSealed && s.Attempt <= req.Attempt {
+	if s, _ := h.status(); s.Phase != PhaseRunning && s.Attempt <= req.Attempt {
 		return h.goOn(req.Attempt)
 	}
 	return nil

@@ -107,14 +107,18 @@ func (c *Client) Dial(ctx context.Context, port int) (net.Conn, error) {
 	}
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	stream, err := handshake(conn, port)
-	if !stop() && err == nil {
-		err = ctx.Err()
+	if !stop() {
+		err = ctx.Err() // conn is closed, whatever came of it
 	}
-	if err != nil {
-		_ = conn.Close()
-		return nil, err
+	if err == nil {
+		return stream, nil
 	}
-	return stream, nil
+	_ = conn.Close()
+	var answered *Error
+	if !errors.As(err, &answered) && ctx.Err() == nil && c.isGone(ctx) {
+		err = ErrGone
+	}
+	return nil, fmt.Errorf("dial port %d of machine %s: %w", port, c.handle.VM, err)
 }
 
 func handshake(conn net.Conn, port int) (net.Conn, error) {
@@ -191,9 +195,9 @@ func (c *Client) Release(ctx context.Context) error {
 			// The handle names this very process, so no other one is hit.
 			_ = syscall.Kill(c.handle.PID, syscall.SIGKILL)
 		}
-		if err := c.waitGone(ctx); err != nil {
-			return fmt.Errorf("release machine %s: %w", c.handle.VM, err)
-		}
+	}
+	if err := c.waitGone(ctx); err != nil {
+		return fmt.Errorf("release machine %s: %w", c.handle.VM, err)
 	}
 	return cleanUp(c.handle.Dir())
 }
@@ -232,10 +236,20 @@ func (c *Client) waitGone(ctx context.Context) error {
 func (c *Client) connect(ctx context.Context) (net.Conn, error) {
 	var d net.Dialer
 	conn, err := d.DialContext(ctx, "unix", c.handle.Socket)
-	if err != nil && !c.handle.Alive() {
+	if err != nil && c.isGone(ctx) {
 		return nil, fmt.Errorf("shim of machine %s: %w", c.handle.VM, ErrGone)
 	}
 	return conn, err
+}
+
+// goneGrace is how long a process may take to end after its socket did.
+const goneGrace = 500 * time.Millisecond
+
+// isGone tells whether a call failed because the shim is no more.
+func (c *Client) isGone(ctx context.Context) bool {
+	ctx, cancel := context.WithTimeout(ctx, goneGrace)
+	defer cancel()
+	return c.waitGone(ctx) == nil
 }
 
 func (c *Client) call(ctx context.Context, method, name string, in, out any) error {
@@ -253,7 +267,7 @@ func (c *Client) call(ctx context.Context, method, name string, in, out any) err
 	}
 	resp, err := c.http.Do(req)
 	if err != nil {
-		if ctx.Err() == nil && !c.handle.Alive() {
+		if ctx.Err() == nil && c.isGone(ctx) {
 			err = ErrGone
 		}
 		return fmt.Errorf("%s machine %s: %w", name, c.handle.VM, err)
@@ -262,7 +276,7 @@ func (c *Client) call(ctx context.Context, method, name string, in, out any) err
 	if resp.StatusCode != http.StatusOK {
 		return fmt.Errorf("%s machine %s: %w", name, c.handle.VM, decodeError(resp))
 	}
-	if err := json.NewDecoder(resp.Body).Decode(out); err != nil {
+	if err := json.NewDecoder(io.LimitReader(resp.Body, maxOrder)).Decode(out); err != nil {
 		return fmt.Errorf("%s machine %s: answer: %w", name, c.handle.VM, err)
 	}
 	return nil

@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 
 	"github.com/hibernacle/hibernacle/internal/blob/disk"
@@ -41,50 +42,55 @@ type DriverConfig struct {
 // guestDialer is a machine that is reached without a network of ours: the
 // fake one.
 type guestDialer interface {
-	Dial(ctx context.Context, port uint16) (net.Conn, error)
+	Dial(ctx context.Context, port int) (net.Conn, error)
 }
 
 // host is the machine that a shim holds, with all that belongs to it. Orders
-// that change it hold the order lock for their whole time; mu guards the fields
-// that a status shows.
+// that change it hold the order lock for their whole time.
 type host struct {
-	cfg    Config
-	driver vmm.Driver
-	repo   *snapshot.Repository
-	log    *slog.Logger
-	agent  *guestapi.Client
+	cfg     Config
+	driver  vmm.Driver
+	repo    *snapshot.Repository
+	log     *slog.Logger
+	agent   *guestapi.Client
+	console *console
+	mem     *pager.Server
+	limits  limits
 
 	order chan struct{} // holds a token while no order is under way
 
-	console *console
-	mem     *pager.Server
-	slot    *pager.Slot
-	net     *vnet.Network
-	machine vmm.Machine
-	shape   vmm.Shape
-	parent  *snapshot.Snapshot // that the machine was resumed from; nil after a cold boot
-	token   string             // present control token of the agent
+	// For whoever holds the order lock.
+	slot   *pager.Slot
+	shape  vmm.Shape
+	cold   bool               // prepared to boot
+	parent *snapshot.Snapshot // that the machine was resumed from; nil after a cold boot
+	token  string             // present control token of the agent
 
 	mu      sync.Mutex
+	machine vmm.Machine   // written once, by an order; orders read it without mu
+	net     *vnet.Network // likewise
 	phase   Phase
 	adopted bool
 	attempt uint64
-	refused uint64 // attempts up to this one are refused
-	cancel  func() // of the capture under way
-	report  *CaptureReport
+	refused uint64         // attempts up to this one are refused
+	cancel  func()         // of the capture under way
+	report  *CaptureReport // of the capture sealed last
 	exit    *vmm.Exit
-	failure string
+	failure error         // of the machine's memory
 	changed chan struct{} // closed and replaced at each change
-	ended   chan struct{} // closed when the shim shall end
+	exited  chan struct{} // closed when the machine has ended and the status shows it
+	ended   chan struct{} // closed when the shim shall end: no order begins from then on
+
+	streams sync.WaitGroup // into the guest
 }
 
 // newHost mounts the pager, gives up the privileges that this took, and opens
 // the store.
-func newHost(cfg Config, driver vmm.Driver, log *slog.Logger) (*host, error) {
+func newHost(cfg Config, driver vmm.Driver, log *slog.Logger, limits limits) (*host, error) {
 	h := &host{
-		cfg: cfg, driver: driver, log: log,
+		cfg: cfg, driver: driver, log: log, limits: limits,
 		order: make(chan struct{}, 1), console: &console{}, phase: PhaseIdle,
-		changed: make(chan struct{}), ended: make(chan struct{}),
+		changed: make(chan struct{}), exited: make(chan struct{}), ended: make(chan struct{}),
 	}
 	h.order <- struct{}{}
 	h.agent = guestapi.NewClient(func(ctx context.Context) (net.Conn, error) {
@@ -129,33 +135,48 @@ func (h *host) begin(ctx context.Context, allowed ...Phase) (end func(), err err
 	case <-h.order:
 	case <-ctx.Done():
 		return nil, ctx.Err()
+	case <-h.ended:
+		return nil, errEnding
 	}
 	end = func() { h.order <- struct{}{} }
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	for _, p := range allowed {
-		if h.phase == p {
-			return end, nil
-		}
+	if err := h.check(allowed); err != nil {
+		end()
+		return nil, err
 	}
-	phase, exit := h.phase, h.exit
-	end()
-	if phase == PhaseStopped {
-		return nil, errorf(CodeStopped, "the machine has ended: %s", describe(exit, h.failure))
-	}
-	return nil, errorf(CodeInvalid, "the machine is %s; this order needs it to be one of %v", phase, allowed)
+	return end, nil
 }
 
-func describe(exit *vmm.Exit, failure string) string {
+// errEnding answers orders that come after a release.
+var errEnding = errorf(CodeStopped, "the shim is ending")
+
+// check tells why an order does not fit. h.mu is held.
+func (h *host) check(allowed []Phase) error {
 	switch {
-	case failure != "":
-		return "its memory could not be served: " + failure
-	case exit == nil:
-		return "unknown"
-	case exit.Detail != "":
-		return string(exit.Reason) + ": " + exit.Detail
+	case h.hasEnded():
+		return errEnding
+	case slices.Contains(allowed, h.phase):
+		return nil
+	case h.phase == PhaseStopped:
+		return errorf(CodeStopped, "%s", h.whyStopped().Message)
 	}
-	return string(exit.Reason)
+	return errorf(CodeInvalid, "the machine is %s; this order needs it to be one of %v", h.phase, allowed)
+}
+
+// whyStopped says how the machine ended, once the status shows it. h.mu is held.
+func (h *host) whyStopped() *Error {
+	switch {
+	case h.failure != nil:
+		e := errorf(CodeStopped, "the machine has ended: its memory could not be served: %v", h.failure)
+		if c := classify(h.failure); c.Code == CodeCorrupt {
+			e.Code = c.Code
+		}
+		return e
+	case h.exit.Detail != "":
+		return errorf(CodeStopped, "the machine has ended: %s: %s", h.exit.Reason, h.exit.Detail)
+	}
+	return errorf(CodeStopped, "the machine has ended: %s", h.exit.Reason)
 }
 
 // update changes what a status shows and tells those who watch.
@@ -167,13 +188,17 @@ func (h *host) update(change func()) {
 	h.changed = make(chan struct{})
 }
 
-// setPhase moves to phase p unless the machine has stopped meanwhile.
-func (h *host) setPhase(p Phase) {
+// enter moves to phase p, unless the machine has stopped meanwhile: that is
+// an error.
+func (h *host) enter(p Phase) (err error) {
 	h.update(func() {
-		if h.phase != PhaseStopped {
-			h.phase = p
+		if h.phase == PhaseStopped {
+			err = h.whyStopped()
+			return
 		}
+		h.phase = p
 	})
+	return err
 }
 
 // status returns the present status and a channel that is closed at the next change.
@@ -182,7 +207,13 @@ func (h *host) status() (Status, <-chan struct{}) {
 	defer h.mu.Unlock()
 	s := Status{
 		Protocol: ProtocolVersion, VM: h.cfg.VM, Phase: h.phase, Adopted: h.adopted,
-		Attempt: h.attempt, Captured: h.report, Exit: h.exit, Failure: h.failure,
+		Attempt: h.attempt, Exit: h.exit,
+	}
+	if h.phase == PhaseSealed {
+		s.Captured = h.report
+	}
+	if h.failure != nil {
+		s.Failure = h.failure.Error()
 	}
 	if h.machine != nil && h.phase != PhaseStopped {
 		s.VMMPID = h.machine.PID()
@@ -191,24 +222,41 @@ func (h *host) status() (Status, <-chan struct{}) {
 }
 
 // watch notices by itself that the machine ended or that its memory failed.
-func (h *host) watch() {
+func (h *host) watch(machine vmm.Machine, network *vnet.Network, slot *pager.Slot) {
+	defer close(h.exited)
 	select {
-	case <-h.machine.Exited():
-	case <-h.slot.Failed():
+	case <-machine.Exited():
+	case <-slot.Failed():
 		// The VMM gets SIGBUS at that page, at the latest now.
-		_ = h.machine.Close()
-		<-h.machine.Exited()
+		_ = machine.Close()
+		<-machine.Exited()
 	}
-	exit := h.machine.Exit()
+	exit := machine.Exit()
 	if tail := h.console.tail(); tail != "" && exit.Reason != vmm.ReasonClosed {
 		exit.Detail += "; console: " + lastLines(tail, 400)
 	}
 	h.update(func() {
-		h.phase, h.exit = PhaseStopped, &exit
-		if err := h.slot.Err(); err != nil {
-			h.failure = err.Error()
-		}
+		h.phase, h.exit, h.failure = PhaseStopped, &exit, slot.Err()
 	})
+	_ = network.Close() // streams into the guest end with it
+}
+
+// hasExited tells whether the machine has ended, before the status may show it.
+func (h *host) hasExited() bool {
+	select {
+	case <-h.machine.Exited():
+		return true
+	default:
+		return false
+	}
+}
+
+// exitError says why the machine, which has ended, did so.
+func (h *host) exitError() error {
+	<-h.exited
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.whyStopped()
 }
 
 func lastLines(s string, max int) string {
@@ -228,7 +276,7 @@ func (h *host) dialGuest(ctx context.Context, port uint16, control bool) (net.Co
 		return nil, errorf(CodeInvalid, "there is no machine yet")
 	}
 	if d, ok := machine.(guestDialer); ok {
-		return d.Dial(ctx, port)
+		return d.Dial(ctx, int(port))
 	}
 	if control {
 		return network.DialControl(ctx, port)
@@ -237,25 +285,31 @@ func (h *host) dialGuest(ctx context.Context, port uint16, control bool) (net.Co
 }
 
 // close releases everything. The order lock need not be held: a release comes
-// through whatever else is under way.
-func (h *host) close() error {
-	h.mu.Lock()
-	machine, network := h.machine, h.net
-	h.mu.Unlock()
-	if machine != nil {
-		_ = machine.Close()
-	}
-	if network != nil {
-		_ = network.Close()
-	}
+// through whatever else is under way. cancelOrders ends the contexts of orders.
+func (h *host) close(cancelOrders func()) error {
+	h.end()
+	h.endMachine()
+	cancelOrders()
+	err := h.mem.Close() // reads that hang end too
+	<-h.order            // for good
+	h.endMachine()       // that a prepare had under way
 	h.agent.Close()
-	err := h.mem.Close()
-	<-h.order // the order under way has noticed that the machine is gone
 	if h.parent != nil {
 		_ = h.parent.Close()
 	}
 	_ = h.console.Close()
 	return err
+}
+
+// endMachine kills the machine, if there is one, and its network.
+func (h *host) endMachine() {
+	h.mu.Lock()
+	machine := h.machine
+	h.mu.Unlock()
+	if machine != nil {
+		_ = machine.Close()
+		<-h.exited
+	}
 }
 
 // prepare starts the VMM.
@@ -298,13 +352,8 @@ func (h *host) prepare(ctx context.Context, req PrepareRequest) error {
 		_ = network.Close()
 		return fmt.Errorf("start the virtual machine: %w", err)
 	}
-	h.slot, h.shape = slot, req.Shape
-	h.update(func() {
-		h.machine, h.net = machine, network
-		if h.phase == PhaseIdle {
-			h.phase = PhasePrepared
-		}
-	})
-	go h.watch()
+	h.slot, h.shape, h.cold = slot, req.Shape, req.Boot != nil
+	h.update(func() { h.machine, h.net, h.phase = machine, network, PhasePrepared })
+	go h.watch(machine, network, slot)
 	return nil
 }

@@ -26,9 +26,11 @@ const maxOrder = 1 << 20
 
 // ServeOptions ties a shim to the process that runs it.
 type ServeOptions struct {
-	Lifeline io.Reader // reads to its end when the parent is gone; nil: none
-	Ready    func()    // called once orders are taken; nil: none
-	Log      *slog.Logger
+	Lifeline io.Reader    // reads to its end when the parent is gone; nil: none
+	Ready    func()       // called once orders are taken; nil: none
+	Log      *slog.Logger // nil: silent
+
+	limits *limits // nil: defaultLimits
 }
 
 // Serve runs a shim: it takes orders on the socket "sock" in cfg.Dir until it
@@ -36,43 +38,56 @@ type ServeOptions struct {
 // adopted it. Then everything that belongs to its machine is gone. A machine
 // that ended by itself stays visible until the release.
 func Serve(ctx context.Context, cfg Config, driver vmm.Driver, opts ServeOptions) error {
-	host, err := newHost(cfg, driver, opts.Log)
+	log, limits := opts.Log, defaultLimits
+	if log == nil {
+		log = slog.New(slog.DiscardHandler)
+	}
+	if opts.limits != nil {
+		limits = *opts.limits
+	}
+	orders, cancelOrders := context.WithCancel(context.Background())
+	defer cancelOrders()
+	host, err := newHost(cfg, driver, log, limits)
 	if err != nil {
 		return fmt.Errorf("shim %s: %w", cfg.VM, err)
 	}
 	socket := filepath.Join(cfg.Dir, socketName)
 	listener, err := net.Listen("unix", socket)
 	if err != nil {
-		return errors.Join(fmt.Errorf("shim %s: %w", cfg.VM, err), host.close())
+		return errors.Join(fmt.Errorf("shim %s: %w", cfg.VM, err), host.close(cancelOrders))
 	}
 	if err := leaveHandle(cfg, socket); err != nil {
 		_ = listener.Close()
-		return errors.Join(err, host.close())
+		return errors.Join(fmt.Errorf("shim %s: %w", cfg.VM, err), host.close(cancelOrders))
 	}
+	server := &http.Server{
+		Handler:           host.handler(),
+		ReadHeaderTimeout: 10 * time.Second,
+		BaseContext:       func(net.Listener) context.Context { return orders },
+		ErrorLog:          slog.NewLogLogger(log.Handler(), slog.LevelWarn),
+	}
+	served := make(chan error, 1)
+	go func() { served <- server.Serve(listener) }()
 	if opts.Lifeline != nil {
 		go host.hangOn(opts.Lifeline)
 	}
 	if opts.Ready != nil {
 		opts.Ready()
 	}
-	server := &http.Server{Handler: host.handler(), ReadHeaderTimeout: 10 * time.Second}
-	served := make(chan error, 1)
-	go func() { served <- server.Serve(listener) }()
 	select {
 	case <-ctx.Done():
 	case <-host.ended:
 	case err = <-served:
+		err = fmt.Errorf("shim %s: take orders: %w", cfg.VM, err)
 	}
-	closeErr := host.close()
-	// Whoever ordered the release gets the answer; streams into the guest end.
+	closeErr := host.close(cancelOrders)
+	// Whoever ordered the release, or waits for another order, gets the answer.
 	grace, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()
 	if server.Shutdown(grace) != nil {
 		_ = server.Close()
 	}
-	if errors.Is(err, http.ErrServerClosed) {
-		err = nil
-	}
+	host.streams.Wait()
 	return errors.Join(err, closeErr)
 }
 
@@ -90,20 +105,43 @@ func leaveHandle(cfg Config, socket string) error {
 func (h *host) hangOn(lifeline io.Reader) {
 	_, _ = io.Copy(io.Discard, lifeline)
 	h.mu.Lock()
-	adopted := h.adopted
-	h.mu.Unlock()
-	if !adopted {
-		h.end()
+	defer h.mu.Unlock()
+	if !h.adopted {
+		h.endLocked()
 	}
 }
 
+// adopt makes the shim outlive its parent, unless it is ending already.
+func (h *host) adopt() (err error) {
+	h.update(func() {
+		if h.hasEnded() {
+			err = errEnding
+			return
+		}
+		h.adopted = true
+	})
+	return err
+}
+
+// end makes the shim end.
 func (h *host) end() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	h.endLocked()
+}
+
+func (h *host) endLocked() {
+	if !h.hasEnded() {
+		close(h.ended)
+	}
+}
+
+func (h *host) hasEnded() bool {
 	select {
 	case <-h.ended:
+		return true
 	default:
-		close(h.ended)
+		return false
 	}
 }
 
@@ -115,8 +153,7 @@ func (h *host) handler() http.Handler {
 	})
 	mux.HandleFunc("GET /v1/events", h.serveEvents)
 	mux.HandleFunc("POST /v1/adopt", order(func(context.Context, struct{}) (struct{}, error) {
-		h.update(func() { h.adopted = true })
-		return struct{}{}, nil
+		return struct{}{}, h.adopt()
 	}))
 	mux.HandleFunc("POST /v1/prepare", order(func(ctx context.Context, r PrepareRequest) (struct{}, error) {
 		return struct{}{}, h.prepare(ctx, r)
@@ -131,6 +168,9 @@ func (h *host) handler() http.Handler {
 		h.end()
 		return struct{}{}, nil
 	}))
+	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
+		writeError(w, errorf(CodeInvalid, "no order %s %s in version %d of the protocol", r.Method, r.URL.Path, ProtocolVersion))
+	})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.Method == http.MethodConnect {
 			h.serveConnect(w, r)
@@ -144,7 +184,13 @@ func (h *host) handler() http.Handler {
 func order[Req, Resp any](do func(context.Context, Req) (Resp, error)) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		var req Req
-		if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxOrder)).Decode(&req); err != nil {
+		// Only behind a body that was read to its end does the server notice that
+		// the caller has gone, which cancels the order.
+		body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxOrder))
+		if err == nil {
+			err = json.Unmarshal(body, &req)
+		}
+		if err != nil {
 			writeError(w, errorf(CodeInvalid, "order %s: %v", r.URL.Path, err))
 			return
 		}
@@ -190,21 +236,56 @@ func (h *host) serveConnect(w http.ResponseWriter, r *http.Request) {
 		writeError(w, errorf(CodeInvalid, "CONNECT %q: want guest:PORT", r.Host))
 		return
 	}
+	if !h.trackStream() {
+		writeError(w, errEnding)
+		return
+	}
+	defer h.streams.Done()
 	guest, err := h.dialGuest(r.Context(), uint16(port), false)
 	if err != nil {
-		writeError(w, errorf(CodeGuest, "port %d of the guest: %v", port, err))
+		writeError(w, h.dialError(port, err))
 		return
 	}
 	defer guest.Close()
-	w.WriteHeader(http.StatusOK)
 	conn, buffered, err := http.NewResponseController(w).Hijack()
 	if err != nil {
-		h.log.Error("hijack a stream", "error", err)
+		writeError(w, fmt.Errorf("make a stream of a connection: %w", err))
 		return
 	}
 	defer conn.Close()
-	if err := buffered.Flush(); err != nil {
+	stop := context.AfterFunc(r.Context(), func() { // the shim ends
+		_ = guest.Close()
+		_ = conn.Close()
+	})
+	defer stop()
+	if _, err := io.WriteString(conn, "HTTP/1.1 200 OK\r\n\r\n"); err != nil {
 		return
 	}
 	splice(guest, &bufferedConn{Conn: conn, r: buffered})
+}
+
+// trackStream counts a stream that the shim waits for at its end, unless it is
+// ending already. The caller calls streams.Done.
+func (h *host) trackStream() bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.hasEnded() {
+		return false
+	}
+	h.streams.Add(1)
+	return true
+}
+
+// dialError says why a port of the guest could not be reached: because of the
+// guest only if there is one.
+func (h *host) dialError(port uint64, err error) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.phase == PhaseStopped {
+		return h.whyStopped()
+	}
+	if e := classify(err); e.Code == CodeInvalid || e.Code == CodeStopped {
+		return e
+	}
+	return errorf(CodeGuest, "port %d of the guest: %v", port, err)
 }

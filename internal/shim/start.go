@@ -14,14 +14,11 @@ import (
 	"github.com/hibernacle/hibernacle/internal/vnet"
 )
 
-// How long a guest may take. They are bounds against hanging, generous enough
-// for an emulated machine on a loaded host.
-const (
-	bootTimeout   = 5 * time.Minute
-	initTimeout   = 60 * time.Second
-	freezeTimeout = 10 * time.Second
-	thawTimeout   = 30 * time.Second
-)
+// limits say how long a guest may take: bounds against hanging.
+type limits struct{ boot, init, freeze, thaw time.Duration }
+
+// defaultLimits are generous enough for an emulated machine on a loaded host.
+var defaultLimits = limits{boot: 5 * time.Minute, init: 60 * time.Second, freeze: 10 * time.Second, thaw: 30 * time.Second}
 
 // The failpoints of a resume, in order.
 const (
@@ -65,18 +62,43 @@ func (h *host) boot(ctx context.Context, req BootRequest) (StartReport, error) {
 		return StartReport{}, err
 	}
 	defer end()
-	ctx, cancel := context.WithTimeout(ctx, bootTimeout)
-	defer cancel()
+	if !h.cold {
+		return StartReport{}, errorf(CodeInvalid, "the machine was prepared for a snapshot, not to boot")
+	}
 	if err := h.attach(req.Attach); err != nil {
 		return StartReport{}, err
 	}
-	h.setPhase(PhaseStarting)
-	watch := newStopwatch()
-	if err := h.machine.Run(ctx); err != nil {
+	return h.start(func() (StartReport, error) {
+		ctx, cancel := context.WithTimeout(ctx, h.limits.boot)
+		defer cancel()
+		watch := newStopwatch()
+		if err := h.machine.Run(ctx); err != nil {
+			return StartReport{}, err
+		}
+		watch.lap("unpause")
+		return h.welcome(ctx, req.Init, watch)
+	})
+}
+
+// start brings the machine up. One that did not come up as it should is ended:
+// its guest must not run on without its init, and its VMM cannot be used again.
+func (h *host) start(up func() (StartReport, error)) (StartReport, error) {
+	if err := h.enter(PhaseStarting); err != nil {
 		return StartReport{}, err
 	}
-	watch.lap("unpause")
-	return h.welcome(ctx, req.Init, watch)
+	report, err := up()
+	if err == nil {
+		err = h.enter(PhaseRunning)
+	}
+	if err == nil {
+		return report, nil
+	}
+	if h.hasExited() {
+		return StartReport{}, h.exitError()
+	}
+	h.endMachine()
+	h.update(func() { h.exit = &vmm.Exit{Reason: vmm.ReasonClosed, Detail: "it did not start: " + err.Error()} })
+	return StartReport{}, err
 }
 
 // resume binds a prepared machine to a snapshot, lets it run and waits until
@@ -87,10 +109,17 @@ func (h *host) resume(ctx context.Context, req ResumeRequest) (StartReport, erro
 		return StartReport{}, err
 	}
 	defer end()
+	if h.cold {
+		return StartReport{}, errorf(CodeInvalid, "the machine was prepared to boot, not for a snapshot")
+	}
 	if err := h.attach(req.Attach); err != nil {
 		return StartReport{}, err
 	}
-	h.setPhase(PhaseStarting)
+	return h.start(func() (StartReport, error) { return h.wake(ctx, req) })
+}
+
+// wake is resume, once it is settled that this machine shall be that guest's.
+func (h *host) wake(ctx context.Context, req ResumeRequest) (StartReport, error) {
 	watch := newStopwatch()
 	state, err := h.bind(ctx, req)
 	if err != nil {
@@ -115,7 +144,7 @@ func (h *host) resume(ctx context.Context, req ResumeRequest) (StartReport, erro
 		return StartReport{}, err
 	}
 	req.Init.SleptSeconds = max(0, time.Since(h.parent.Metadata().CreatedAt).Seconds())
-	ctx, cancel := context.WithTimeout(ctx, initTimeout)
+	ctx, cancel := context.WithTimeout(ctx, h.limits.init)
 	defer cancel()
 	return h.welcome(ctx, req.Init, watch)
 }
@@ -164,10 +193,6 @@ func (h *host) welcome(ctx context.Context, init guestapi.InitRequest, watch *st
 	for step, ms := range resp.Steps {
 		watch.phases["guest_init."+step] = ms
 	}
-	h.setPhase(PhaseRunning)
-	if s, _ := h.status(); s.Phase == PhaseStopped {
-		return StartReport{}, errorf(CodeStopped, "the machine has ended: %s", describe(s.Exit, s.Failure))
-	}
 	stats := h.slot.Stats()
 	return StartReport{Phases: watch.phases, BytesRead: stats.BytesRead, Faults: stats.Reads, Warnings: resp.Warnings}, nil
 }
@@ -183,6 +208,7 @@ func (h *host) initGuest(ctx context.Context, req guestapi.InitRequest) (guestap
 	if err != nil {
 		return guestapi.InitResponse{}, h.guestError("reach the agent", err)
 	}
+	defer conn.Close()
 	once := guestapi.NewClient(func(context.Context) (net.Conn, error) { return conn, nil })
 	defer once.Close()
 	req.UnixNano = time.Now().UnixNano()
@@ -226,32 +252,8 @@ func (h *host) whileRunning(ctx context.Context) (context.Context, context.Cance
 
 // guestError says why a call to the agent failed: that the machine ended, if it did.
 func (h *host) guestError(what string, err error) error {
-	select {
-	case <-h.machine.Exited():
-		<-h.stopped()
-		s, _ := h.status()
-		code := CodeStopped
-		if s.Failure != "" {
-			code = CodeCorrupt
-		}
-		return errorf(code, "the machine ended before its agent answered: %s", describe(s.Exit, s.Failure))
-	default:
-		return errorf(CodeGuest, "%s: %v", what, err)
+	if h.hasExited() {
+		return h.exitError()
 	}
-}
-
-// stopped returns a channel that is closed once the status shows that the machine ended.
-func (h *host) stopped() <-chan struct{} {
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		for {
-			s, changed := h.status()
-			if s.Phase == PhaseStopped {
-				return
-			}
-			<-changed
-		}
-	}()
-	return done
+	return errorf(CodeGuest, "%s: %v", what, err)
 }
