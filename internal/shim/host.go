@@ -159,7 +159,7 @@ func (h *host) check(allowed []Phase) error {
 	case slices.Contains(allowed, h.phase):
 		return nil
 	case h.phase == PhaseStopped:
-		return errorf(CodeStopped, "%s", h.whyStopped().Message)
+		return h.whyStopped()
 	}
 	return errorf(CodeInvalid, "the machine is %s; this order needs it to be one of %v", h.phase, allowed)
 }
@@ -168,11 +168,7 @@ func (h *host) check(allowed []Phase) error {
 func (h *host) whyStopped() *Error {
 	switch {
 	case h.failure != nil:
-		e := errorf(CodeStopped, "the machine has ended: its memory could not be served: %v", h.failure)
-		if c := classify(h.failure); c.Code == CodeCorrupt {
-			e.Code = c.Code
-		}
-		return e
+		return errorf(CodeStopped, "the machine has ended: its memory could not be served: %v", h.failure)
 	case h.exit.Detail != "":
 		return errorf(CodeStopped, "the machine has ended: %s: %s", h.exit.Reason, h.exit.Detail)
 	}
@@ -251,12 +247,17 @@ func (h *host) hasExited() bool {
 	}
 }
 
-// exitError says why the machine, which has ended, did so.
+// exitError says why an order failed whose machine ended meanwhile: where that
+// is due to a damaged object, the code says so.
 func (h *host) exitError() error {
 	<-h.exited
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return h.whyStopped()
+	e := h.whyStopped()
+	if h.failure != nil && classify(h.failure).Code == CodeCorrupt {
+		e.Code = CodeCorrupt
+	}
+	return e
 }
 
 func lastLines(s string, max int) string {
@@ -271,9 +272,16 @@ func lastLines(s string, max int) string {
 func (h *host) dialGuest(ctx context.Context, port uint16, control bool) (net.Conn, error) {
 	h.mu.Lock()
 	machine, network := h.machine, h.net
+	var err error
+	switch {
+	case machine == nil:
+		err = errorf(CodeInvalid, "there is no machine yet")
+	case h.phase == PhaseStopped:
+		err = h.whyStopped()
+	}
 	h.mu.Unlock()
-	if machine == nil {
-		return nil, errorf(CodeInvalid, "there is no machine yet")
+	if err != nil {
+		return nil, err
 	}
 	if d, ok := machine.(guestDialer); ok {
 		return d.Dial(ctx, int(port))

@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"syscall"
 
+	"github.com/hibernacle/hibernacle/internal/vmm"
 	"github.com/hibernacle/hibernacle/internal/vmm/qemu"
 )
 
@@ -26,6 +27,10 @@ func NewDriver(cfg DriverConfig) *qemu.Driver {
 // Run is the whole of "hib shim CONFIG", where config is a Config as JSON.
 // Standard input is the lifeline, standard output tells when the shim is ready.
 func Run(ctx context.Context, config string) error {
+	return run(ctx, config, func(cfg DriverConfig) vmm.Driver { return NewDriver(cfg) })
+}
+
+func run(ctx context.Context, config string, newDriver func(DriverConfig) vmm.Driver) error {
 	var cfg Config
 	if err := json.Unmarshal([]byte(config), &cfg); err != nil {
 		return fmt.Errorf("shim: configuration: %w", err)
@@ -34,7 +39,7 @@ func Run(ctx context.Context, config string) error {
 	ctx, stop := signal.NotifyContext(ctx, syscall.SIGTERM)
 	defer stop()
 	signal.Ignore(syscall.SIGPIPE, syscall.SIGHUP, syscall.SIGINT)
-	return Serve(ctx, cfg, NewDriver(cfg.Driver), ServeOptions{
+	return Serve(ctx, cfg, newDriver(cfg.Driver), ServeOptions{
 		Lifeline: os.Stdin,
 		Ready: func() {
 			_, _ = os.Stdout.Write(readyAnswer) // a parent that is gone ends the lifeline too

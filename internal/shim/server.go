@@ -243,7 +243,7 @@ func (h *host) serveConnect(w http.ResponseWriter, r *http.Request) {
 	defer h.streams.Done()
 	guest, err := h.dialGuest(r.Context(), uint16(port), false)
 	if err != nil {
-		writeError(w, h.dialError(port, err))
+		writeError(w, dialError(port, err))
 		return
 	}
 	defer guest.Close()
@@ -253,11 +253,16 @@ func (h *host) serveConnect(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer conn.Close()
-	stop := context.AfterFunc(r.Context(), func() { // the shim ends
-		_ = guest.Close()
-		_ = conn.Close()
-	})
-	defer stop()
+	spliced := make(chan struct{})
+	defer close(spliced)
+	go func() { // the request's context would end with the caller's half
+		select {
+		case <-h.ended:
+			_ = guest.Close()
+			_ = conn.Close()
+		case <-spliced:
+		}
+	}()
 	if _, err := io.WriteString(conn, "HTTP/1.1 200 OK\r\n\r\n"); err != nil {
 		return
 	}
@@ -278,14 +283,10 @@ func (h *host) trackStream() bool {
 
 // dialError says why a port of the guest could not be reached: because of the
 // guest only if there is one.
-func (h *host) dialError(port uint64, err error) error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if h.phase == PhaseStopped {
-		return h.whyStopped()
+func dialError(port uint64, err error) error {
+	e := classify(err)
+	if e.Code != CodeInvalid && e.Code != CodeStopped {
+		e.Code = CodeGuest
 	}
-	if e := classify(err); e.Code == CodeInvalid || e.Code == CodeStopped {
-		return e
-	}
-	return errorf(CodeGuest, "port %d of the guest: %v", port, err)
+	return errorf(e.Code, "port %d of the guest: %v", port, err)
 }
