@@ -99,10 +99,11 @@ type ExecRequest struct {
 
 // ExecResponse is how the command ended. Output beyond 4 MiB a stream is cut.
 type ExecResponse struct {
-	ExitCode  int    `json:"exit_code"`
+	ExitCode  int    `json:"exit_code"` // 128 + the signal's number where a signal ended it
 	Stdout    string `json:"stdout"`
 	Stderr    string `json:"stderr"`
 	Truncated bool   `json:"truncated"`
+	TimedOut  bool   `json:"timed_out"` // it was killed after TimeoutMS
 }
 
 // Template is a named, versioned environment.

@@ -34,7 +34,7 @@ func child() {
 func runChild(t *testing.T, env ...string) (string, *os.ProcessState) {
 	t.Helper()
 	cmd := exec.Command("/proc/self/exe")
-	cmd.Env = append(os.Environ(), append(env, childEnv+"=1")...)
+	cmd.Env = append(os.Environ(), append(env, childEnv+"=1", "GORACE=atexit_sleep_ms=0")...)
 	out, err := cmd.Output()
 	if exit := (*exec.ExitError)(nil); err != nil && !errors.As(err, &exit) {
 		t.Fatal(err)

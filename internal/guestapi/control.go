@@ -17,6 +17,8 @@ const (
 	TokenHeader = "Hib-Control-Token"
 	// AccessHeader carries the access token of the process, filesystem and file calls.
 	AccessHeader = "X-Access-Token"
+	// ReplayHeader with the value 1 makes process.Process/Connect begin with the output that the agent still holds.
+	ReplayHeader = "Hib-Replay"
 	// Version is the level of the E2B agent protocol that the agent implements (envdVersion).
 	Version = "0.5.7"
 )
@@ -26,6 +28,7 @@ const (
 	InitPath   = "/init"
 	FreezePath = "/freeze"
 	ThawPath   = "/thaw"
+	ClockPath  = "/clock"
 	HealthPath = "/health" // GET, no token: 204 once the agent serves
 )
 
@@ -83,7 +86,15 @@ type FreezeResponse struct {
 	Warnings []string           `json:"warnings,omitempty"` // what hung or failed without stopping the freeze
 }
 
-// ThawRequest lets the user's processes go on after a freeze that was cancelled.
+// ClockRequest sets the wall clock once more, after an init that took too long
+// to leave it right.
+type ClockRequest struct {
+	UnixNano int64 `json:"unix_nano"` // as in InitRequest
+}
+
+// ThawRequest lets the user's processes go on after a freeze that was
+// cancelled. The attempt is refused from then on.
 type ThawRequest struct {
-	Attempt uint64 `json:"attempt"`
+	Attempt  uint64 `json:"attempt"`
+	UnixNano int64  `json:"unix_nano"` // as in InitRequest: the clock stood still while the guest was paused
 }

@@ -24,7 +24,7 @@ const (
 
 	// defaultReadAhead is how much the kernel reads around a page fault, in
 	// bytes. docs/decisions/0020-fuse-pager.md has the measurements.
-	defaultReadAhead = 128 << 10
+	defaultReadAhead = 32 << 10
 
 	// maxBackground bounds the READs that the kernel keeps under way at once.
 	maxBackground = 64

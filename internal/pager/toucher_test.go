@@ -92,7 +92,7 @@ type child struct {
 func startChild(t testing.TB, role string, change ...func(*exec.Cmd)) *child {
 	t.Helper()
 	cmd := exec.Command("/proc/self/exe")
-	cmd.Env = append(os.Environ(), roleEnv+"="+role)
+	cmd.Env = append(os.Environ(), roleEnv+"="+role, "GORACE=atexit_sleep_ms=0") // else each child sleeps a second at its end
 	cmd.Stderr = os.Stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{}
 	for _, f := range change {

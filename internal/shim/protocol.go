@@ -78,13 +78,23 @@ type PrepareRequest struct {
 	Boot      *vmm.Boot `json:"boot,omitempty"`
 }
 
+// Attach is what a machine gets when it becomes somebody's: it is decided
+// before the guest's first instruction.
+type Attach struct {
+	Console string   `json:"console"` // file that takes what the guest prints; "" drops it
+	Allow   []string `json:"allow"`   // egress rules, see vnet.ParsePolicy
+	Deny    []string `json:"deny"`
+}
+
 // BootRequest lets a machine prepared with Boot start and waits for its agent.
 type BootRequest struct {
-	Init guestapi.InitRequest `json:"init"` // UnixNano and Entropy are filled in by the shim
+	Attach Attach               `json:"attach"`
+	Init   guestapi.InitRequest `json:"init"` // UnixNano and Entropy are filled in by the shim
 }
 
 // ResumeRequest binds a prepared machine to a snapshot and lets it run.
 type ResumeRequest struct {
+	Attach   Attach               `json:"attach"`
 	Snapshot snapshot.Ref         `json:"snapshot"`
 	Key      vmm.Key              `json:"key"`  // of this machine; compared with the snapshot's
 	Init     guestapi.InitRequest `json:"init"` // UnixNano, Entropy, SleptSeconds are filled in by the shim

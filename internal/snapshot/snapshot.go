@@ -1,8 +1,34 @@
-// Package snapshot owns snapshots: their manifests, their capture and their
-// lineage. This file fixes the nouns that others record and pass on.
+// Package snapshot owns snapshots: their manifests, their capture, their
+// lineage and the collection of what is not needed any more.
+//
+// A snapshot is an immutable generation of a machine. In the store it is a
+// manifest (manifests/ID), a state file (states/ID: vCPU registers and devices)
+// and pages in packs (packs/ID: the pages that the capture of snapshot ID
+// wrote). The manifest maps the machine's memory image to pages of packs, its
+// own and those of its ancestors, so no other manifest is needed to read it.
+// docs/formats specifies the files.
+//
+// A snapshot exists when its manifest does; it is written last. A Ref names a
+// snapshot together with the hash of its manifest, and everything else is
+// verified from there.
 package snapshot
 
-import "time"
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/hibernacle/hibernacle/internal/blob"
+	"github.com/hibernacle/hibernacle/internal/pack"
+)
+
+// Errors that callers act on. They are returned wrapped, with the key of the
+// object in the message.
+var (
+	ErrCorrupt = errors.New("damaged object")
+	ErrMissing = errors.New("missing object")
+	ErrVersion = errors.New("object of a newer release")
+)
 
 // ID names a snapshot: 26 characters of [a-z0-9].
 type ID string
@@ -21,8 +47,43 @@ type Metadata struct {
 	Attempt      uint64            `json:"attempt"`
 	Generation   uint64            `json:"generation"`
 	MemoryBytes  int64             `json:"memory_bytes"`
-	DirtyBytes   int64             `json:"dirty_bytes"`
-	StoredBytes  int64             `json:"stored_bytes"`
+	DirtyBytes   int64             `json:"dirty_bytes"`  // that the capture looked at
+	StoredBytes  int64             `json:"stored_bytes"` // that the capture wrote: pack, state file and manifest
 	Key          map[string]string `json:"key"`
 	ControlToken string            `json:"control_token"`
+}
+
+const (
+	packPrefix     = "packs/"
+	statePrefix    = "states/"
+	manifestPrefix = "manifests/"
+)
+
+func packKey(id ID) string     { return packPrefix + string(id) }
+func stateKey(id ID) string    { return statePrefix + string(id) }
+func manifestKey(id ID) string { return manifestPrefix + string(id) }
+
+// objectError names the object in err and says what kind of error it is.
+func objectError(key string, err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, blob.ErrNotExist):
+		return fmt.Errorf("%w %s: %w", ErrMissing, key, err)
+	case errors.Is(err, pack.ErrCorrupt):
+		return fmt.Errorf("%w %s: %w", ErrCorrupt, key, err)
+	case errors.Is(err, pack.ErrVersion):
+		return fmt.Errorf("%w %s: %w", ErrVersion, key, err)
+	}
+	return fmt.Errorf("%s: %w", key, err)
+}
+
+// corrupt returns an error about the object key that wraps ErrCorrupt.
+func corrupt(key, format string, args ...any) error {
+	return fmt.Errorf("%w %s: %s", ErrCorrupt, key, fmt.Sprintf(format, args...))
+}
+
+// newer returns the error about an object of an unknown version.
+func newer(key string, version uint32) error {
+	return fmt.Errorf("%w %s: version %d, this release reads version %d", ErrVersion, key, version, formatVersion)
 }

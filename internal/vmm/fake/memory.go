@@ -8,6 +8,7 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"syscall"
 
 	"github.com/hibernacle/hibernacle/internal/page"
 )
@@ -23,10 +24,13 @@ type memory struct {
 }
 
 func openMemory(path string, size int64) (*memory, error) {
-	file, err := os.Open(path)
+	// os.Open would have the runtime poll the file, which it does not take for a
+	// system call that blocks: a pager of this process could not answer.
+	fd, err := syscall.Open(path, syscall.O_RDONLY|syscall.O_CLOEXEC, 0)
 	if err != nil {
-		return nil, fmt.Errorf("memory file: %w", err)
+		return nil, fmt.Errorf("memory file: open %s: %w", path, err)
 	}
+	file := os.NewFile(uintptr(fd), path)
 	info, err := file.Stat()
 	if err == nil && info.Size() != size {
 		err = fmt.Errorf("memory file %s is %d bytes long: must be %d as the machine's memory is", path, info.Size(), size)

@@ -1,0 +1,189 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"unicode"
+
+	"connectrpc.com/connect"
+	"github.com/spf13/cobra"
+
+	"github.com/hibernacle/hibernacle/api"
+	"github.com/hibernacle/hibernacle/client"
+)
+
+// Exit codes of hib.
+const (
+	exitOK          = 0
+	exitFailure     = 1
+	exitUsage       = 2
+	exitNotFound    = 3
+	exitConflict    = 4
+	exitUnreachable = 5
+	exitExec        = 125
+)
+
+// ExitCodes describes the exit codes, for the help.
+const ExitCodes = `Exit codes:
+  0    done
+  1    failed
+  2    wrong usage
+  3    not found
+  4    the state does not allow it, or the sandbox has failed
+  5    the daemon can't be reached
+
+hib exec ends with the exit code of its command (128 + N if signal N ended it),
+and with 125 if hib itself failed.
+`
+
+// newExitCodesTopic is help without a command: "hib help exit-codes".
+func newExitCodesTopic() *cobra.Command {
+	return &cobra.Command{Use: "exit-codes", Short: "What the exit codes mean", Long: strings.TrimSpace(ExitCodes)}
+}
+
+// usageError is a command line that makes no sense.
+type usageError struct{ err error }
+
+func (e usageError) Error() string { return e.err.Error() }
+
+func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
+
+// hintError is an error of the command line's own with what to do about it.
+type hintError struct {
+	err  error
+	hint string
+}
+
+func (e hintError) Error() string { return e.err.Error() }
+func (e hintError) Unwrap() error { return e.err }
+
+// commandExit is the exit code of a command in a sandbox; nothing is said of it.
+type commandExit int
+
+func (e commandExit) Error() string { return fmt.Sprintf("the command ended with %d", int(e)) }
+
+// exitCode is the one map from errors to exit codes.
+func exitCode(err error) int {
+	var usage usageError
+	switch {
+	case err == nil:
+		return exitOK
+	case errors.As(err, &usage), strings.HasPrefix(err.Error(), "unknown command"):
+		return exitUsage
+	case errors.Is(err, client.ErrUnreachable):
+		return exitUnreachable
+	}
+	switch client.CodeOf(err) {
+	case api.CodeNotFound:
+		return exitNotFound
+	case api.CodeConflict, api.CodeFailed:
+		return exitConflict
+	}
+	return exitFailure
+}
+
+// execExitCode is exitCode for hib exec: all codes but one are the command's.
+func execExitCode(err error) int {
+	if code, ok := errors.AsType[commandExit](err); ok {
+		return int(code)
+	}
+	return exitExec
+}
+
+// describe returns what is said of an error: what happened, and a hint. ""
+// means nothing.
+func describe(err error) string {
+	var (
+		usage       usageError
+		hinted      hintError
+		daemon      *client.Error
+		remote      *connect.Error
+		exit        commandExit
+		what, hints = "", []string(nil)
+	)
+	switch {
+	case err == nil, errors.As(err, &exit):
+		return ""
+	case errors.As(err, &daemon):
+		what, hints = daemon.Message, []string{daemon.Hint}
+	case errors.Is(err, client.ErrUnreachable):
+		what, hints = unreachable(err), []string{"start it with: hib serve"}
+	case errors.Is(err, context.Canceled):
+		what = "interrupted"
+	case errors.As(err, &remote):
+		what = remote.Message()
+	default:
+		what = err.Error()
+	}
+	if errors.As(err, &hinted) {
+		hints = append(hints, hinted.hint)
+		if daemon == nil && remote == nil {
+			what = hinted.Error()
+		}
+	}
+	if errors.As(err, &usage) || strings.HasPrefix(what, "unknown command") {
+		hints = append(hints, "see: hib --help")
+	}
+	var text strings.Builder
+	text.WriteString(what)
+	for _, h := range hints {
+		if h != "" {
+			text.WriteString(". " + h)
+		}
+	}
+	return printable(text.String())
+}
+
+// unreachable cuts what connect and HTTP put around an error of the client.
+func unreachable(err error) string {
+	text := err.Error()
+	if i := strings.Index(text, client.ErrUnreachable.Error()); i > 0 {
+		text = text[i:]
+	}
+	return text
+}
+
+// printable drops from a text, which may come from a guest, what would move
+// the terminal's cursor or worse.
+func printable(s string) string {
+	return strings.Map(func(r rune) rune {
+		switch {
+		case r == '\n' || r == '\t':
+			return ' '
+		case !unicode.IsPrint(r):
+			return -1
+		}
+		return r
+	}, s)
+}
+
+// noArgs, exactArgs and minArgs check the number of arguments.
+func noArgs(cmd *cobra.Command, args []string) error {
+	if len(args) == 0 {
+		return nil
+	}
+	if cmd.HasSubCommands() {
+		return usagef("unknown command %q for %q", args[0], cmd.CommandPath())
+	}
+	return usagef("%s takes no arguments", cmd.CommandPath())
+}
+
+func exactArgs(n int) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if len(args) != n {
+			return usagef("usage: %s", cmd.UseLine())
+		}
+		return nil
+	}
+}
+
+func minArgs(n int) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if len(args) < n {
+			return usagef("usage: %s", cmd.UseLine())
+		}
+		return nil
+	}
+}

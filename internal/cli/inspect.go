@@ -1,0 +1,53 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"strconv"
+
+	"github.com/spf13/cobra"
+)
+
+func newInspectCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:   "inspect ID",
+		Short: "Show everything about a sandbox",
+		Args:  exactArgs(1),
+		RunE:  func(cmd *cobra.Command, args []string) error { return runInspect(cmd.Context(), a, args[0]) },
+	}
+}
+
+func runInspect(ctx context.Context, a *app, id string) error {
+	c, err := a.client()
+	if err != nil {
+		return err
+	}
+	sb, err := c.Get(ctx, id)
+	if err != nil {
+		return err
+	}
+	if a.json {
+		return a.printJSON(sb)
+	}
+	rows := [][]string{
+		{"ID", sb.ID}, {"Name", or(sb.Name)}, {"Template", sb.Template}, {"State", string(sb.State)},
+	}
+	if sb.Reason != "" {
+		rows = append(rows, []string{"Reason", printable(sb.Reason)})
+	}
+	rows = append(rows,
+		[]string{"Created", sb.CreatedAt.Local().Format("2006-01-02 15:04:05") + " (" + age(sb.CreatedAt) + " ago)"},
+		[]string{"Memory", strconv.Itoa(sb.MemoryMiB) + " MiB"},
+		[]string{"CPUs", strconv.Itoa(sb.CPUs)},
+		[]string{"Labels", or(pairs(sb.Labels))})
+	if s := sb.Snapshot; s != nil {
+		rows = append(rows, []string{"Snapshot", fmt.Sprintf("%s, %s ago, %s stored of %s changed", s.ID, age(s.CreatedAt), size(s.StoredBytes), size(s.DirtyBytes))})
+	}
+	if r := sb.LastHibernate; r != nil {
+		rows = append(rows, []string{"Last hibernate", hibernateLine(r)})
+	}
+	if r := sb.LastResume; r != nil {
+		rows = append(rows, []string{"Last resume", resumeLine(r)})
+	}
+	return table(a.Out, rows)
+}

@@ -1,0 +1,25 @@
+package cli
+
+import (
+	"fmt"
+	"io"
+
+	"github.com/hibernacle/hibernacle/api"
+)
+
+// hibernateLine says in one line how a hibernation went.
+func hibernateLine(r *api.HibernateReport) string {
+	return fmt.Sprintf("%.0f ms, paused for %.0f ms (%s)", r.TotalMS, r.PauseMS, phases(r.Phases))
+}
+
+// resumeLine says in one line how a resume went.
+func resumeLine(r *api.ResumeReport) string {
+	return fmt.Sprintf("%.0f ms, tier %s, %s read in %d faults (%s)", r.TotalMS, r.Tier, size(r.BytesRead), r.Faults, phases(r.Phases))
+}
+
+// printWarnings says what a transition could not do.
+func printWarnings(w io.Writer, warnings []string) {
+	for _, text := range warnings {
+		fmt.Fprintln(w, "hib: warning: "+printable(text))
+	}
+}

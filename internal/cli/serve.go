@@ -1,0 +1,81 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"os"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/hibernacle/hibernacle/internal/daemon"
+)
+
+type serveOptions struct {
+	config    daemon.Config
+	logFormat string
+	logLevel  string
+}
+
+func newServeCommand(a *app) *cobra.Command {
+	var o serveOptions
+	cmd := &cobra.Command{
+		Use:   "serve",
+		Short: "Run the daemon",
+		Long: `Run the daemon: API, catalog and store. It holds no guest: sandboxes run on while
+it is stopped, restarted or upgraded.
+
+The API key is made at the first start and kept in the data folder.`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return runServe(cmd.Context(), a, o) },
+	}
+	f := cmd.Flags()
+	f.StringVar(&o.config.Listen, "listen", "127.0.0.1:7070", "`ADDRESS` to listen at; port 0 takes a free one")
+	f.StringVar(&o.config.User, "user", "", "unprivileged `ACCOUNT` for shims and VMMs when run as root (default: hibernacle if it exists, or nobody)")
+	f.StringVar(&o.config.Accel, "accel", "", "accelerator: kvm or tcg (default: what the host has)")
+	f.StringVar(&o.config.CPUModel, "cpu-model", "", "named CPU model of the guests (default: one that suits the accelerator)")
+	f.StringVar(&o.config.Cache, "cache", "", "`FOLDER` for what template builds download (default: one in the data folder)")
+	f.StringVar(&o.logFormat, "log-format", daemon.LogText, "text or json")
+	f.StringVar(&o.logLevel, "log-level", "info", "debug, info, warn or error")
+	return cmd
+}
+
+func runServe(ctx context.Context, a *app, o serveOptions) error {
+	var level slog.Level
+	if err := level.UnmarshalText([]byte(o.logLevel)); err != nil {
+		return usagef("--log-level %q: it must be debug, info, warn or error", o.logLevel)
+	}
+	log, err := daemon.NewLog(a.Err, o.logFormat, level)
+	if err != nil {
+		return usageError{err}
+	}
+	c := o.config
+	c.Log, c.Version = log, a.Version
+	if c.Data, err = a.data(); err != nil {
+		return err
+	}
+	c.WrapVMM = strings.Fields(os.Getenv("HIB_VMM_WRAP"))
+	if c.Program, err = os.Executable(); err != nil {
+		return fmt.Errorf("find this program: %w", err)
+	}
+	return daemon.Run(ctx, c, func(s daemon.Started) { a.announce(s) })
+}
+
+// announce says where the daemon is and what to do next.
+func (a *app) announce(s daemon.Started) {
+	if a.json {
+		_ = a.printJSON(s)
+		return
+	}
+	fmt.Fprintf(a.Out, "Hibernacle %s listens at %s\n", a.Version, s.URL)
+	fmt.Fprintf(a.Out, "API key: %s\n", s.KeyFile)
+	if s.Plain {
+		fmt.Fprintln(a.Out, "Warning: other hosts can reach this address, and plain HTTP shows them the key and all data. Put a TLS proxy before it.")
+	}
+	next := "hib create"
+	if s.Templates == 0 {
+		next = "hib template build"
+	}
+	fmt.Fprintf(a.Out, "Next: %s\n", next)
+}

@@ -1,0 +1,84 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"strconv"
+
+	"github.com/spf13/cobra"
+)
+
+func newStoreCommand(a *app) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "store",
+		Short: "Look after the store of snapshots",
+		Args:  noArgs,
+		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	cmd.AddCommand(
+		&cobra.Command{
+			Use:   "status",
+			Short: "Show what the store holds",
+			Args:  noArgs,
+			RunE:  func(cmd *cobra.Command, _ []string) error { return runStoreStatus(cmd.Context(), a) },
+		},
+		&cobra.Command{
+			Use:   "verify",
+			Short: "Read every object and compare it with its hash",
+			Args:  noArgs,
+			RunE:  func(cmd *cobra.Command, _ []string) error { return runStoreVerify(cmd.Context(), a) },
+		},
+	)
+	return cmd
+}
+
+func runStoreStatus(ctx context.Context, a *app) error {
+	c, err := a.client()
+	if err != nil {
+		return err
+	}
+	s, err := c.StoreStatus(ctx)
+	if err != nil {
+		return err
+	}
+	if a.json {
+		return a.printJSON(s)
+	}
+	row := func(what string, n int, bytes int64) []string { return []string{what, strconv.Itoa(n), size(bytes)} }
+	return table(a.Out, [][]string{
+		{"OBJECTS", "COUNT", "SIZE"},
+		row("packs", s.Packs, s.PackBytes),
+		row("manifests", s.Manifests, s.ManifestBytes),
+		row("states", s.States, s.StateBytes),
+		row("base images", s.BaseImages, s.BaseBytes),
+		{"free", "", size(s.FreeBytes)},
+	})
+}
+
+// runStoreVerify fails if a fault was found.
+func runStoreVerify(ctx context.Context, a *app) error {
+	c, err := a.client()
+	if err != nil {
+		return err
+	}
+	p := newProgress(a.Err)
+	v, err := c.VerifyStore(ctx, p.update)
+	p.end()
+	if err != nil {
+		return err
+	}
+	if a.json {
+		if err := a.printJSON(v); err != nil {
+			return err
+		}
+	} else {
+		for _, f := range v.Faults {
+			fmt.Fprintln(a.Out, printable(f))
+		}
+		fmt.Fprintf(a.Out, "%d objects, %s, %d faults\n", v.Objects, size(v.Bytes), len(v.Faults))
+	}
+	if n := len(v.Faults); n > 0 {
+		return hintError{fmt.Errorf("the store has %d faults", n), "sandboxes that need these objects can't be resumed"}
+	}
+	return nil
+}

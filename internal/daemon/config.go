@@ -1,0 +1,66 @@
+// Package daemon runs the daemon: it prepares the data folder and the runtime
+// folder, wires store, catalog, core and server together, and serves until it
+// is told to stop. Guests go on without it.
+//
+// The data folder holds all that is kept; one daemon at a time owns it. The
+// runtime folder holds what belongs to processes that run: sockets, mounts,
+// consoles. The account is the unprivileged user that shims and VMMs run as
+// when the daemon is root.
+package daemon
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+)
+
+// Formats of the log.
+const (
+	LogText = "text"
+	LogJSON = "json"
+)
+
+// Config is what a daemon is started with.
+type Config struct {
+	Data     string       // data folder, made if it is missing
+	Listen   string       // TCP address, port 0 takes a free one
+	User     string       // account for shims and VMMs; "" is the default one (see Account)
+	Accel    string       // "kvm", "tcg" or "" for what the host has
+	CPUModel string       // named CPU model of the guests, "" for the default
+	Cache    string       // folder for what template builds download; "" is one in the data folder
+	WrapVMM  []string     // command that the VMM is started by, for tests
+	Version  string       // of this build
+	Program  string       // this program's file, which shims are started from
+	Log      *slog.Logger // must be set
+}
+
+// NewLog returns a logger for the daemon that writes lines of the format
+// LogText or LogJSON.
+func NewLog(w io.Writer, format string, level slog.Level) (*slog.Logger, error) {
+	o := &slog.HandlerOptions{Level: level}
+	switch format {
+	case LogText, "":
+		return slog.New(slog.NewTextHandler(w, o)), nil
+	case LogJSON:
+		return slog.New(slog.NewJSONHandler(w, o)), nil
+	}
+	return nil, fmt.Errorf("log format %q: it must be %s or %s", format, LogText, LogJSON)
+}
+
+// check refuses what can't work.
+func (c Config) check() error {
+	if c.Data == "" {
+		return errors.New("the data folder is not given")
+	}
+	if _, _, err := net.SplitHostPort(c.Listen); err != nil {
+		return fmt.Errorf("listen address %q: %w; it must be of the form HOST:PORT", c.Listen, err)
+	}
+	switch c.Accel {
+	case "", "kvm", "tcg":
+	default:
+		return fmt.Errorf("accelerator %q: it must be kvm or tcg", c.Accel)
+	}
+	return nil
+}

@@ -1,0 +1,150 @@
+package daemon
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/hibernacle/hibernacle/api"
+	"github.com/hibernacle/hibernacle/internal/blob/disk"
+	"github.com/hibernacle/hibernacle/internal/catalog"
+	"github.com/hibernacle/hibernacle/internal/pager"
+	"github.com/hibernacle/hibernacle/internal/sandbox"
+	"github.com/hibernacle/hibernacle/internal/shim"
+	"github.com/hibernacle/hibernacle/internal/snapshot"
+	"github.com/hibernacle/hibernacle/internal/template"
+	"github.com/hibernacle/hibernacle/internal/vnet"
+)
+
+// apiVersion is the version of the REST interface.
+const apiVersion = 1
+
+// guestProgram is the agent's file; it lies beside this program.
+const guestProgram = "hib-guest"
+
+// wired is the core with the catalog that it works on.
+type wired struct {
+	*sandbox.Core
+	catalog *catalog.Catalog
+}
+
+// Close ends the core and then its catalog; the guests go on.
+func (w wired) Close() error {
+	w.Core.Close()
+	return w.catalog.Close()
+}
+
+// wire builds the core of the parts that this host has.
+func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Version, error) {
+	driverConfig := shim.DriverConfig{Accel: c.Accel, CPUModel: c.CPUModel, WrapCommand: c.WrapVMM}
+	driver := shim.NewDriver(driverConfig)
+	info, err := driver.Info(ctx)
+	if err != nil {
+		return nil, api.Version{}, fmt.Errorf("%w; hib doctor checks this host", err)
+	}
+	store, err := disk.Open(f.Store)
+	if err != nil {
+		return nil, api.Version{}, err
+	}
+	if err := f.giveStore(a); err != nil {
+		return nil, api.Version{}, err
+	}
+	if err := store.Clean(ctx); err != nil {
+		return nil, api.Version{}, fmt.Errorf("clean the store: %w", err)
+	}
+	probe := pager.ProbeDirty()
+	if probe != nil {
+		c.Log.Warn("every hibernation saves the whole memory", "error", probe)
+	}
+	cat, err := catalog.Open(f.Catalog)
+	if err != nil {
+		return nil, api.Version{}, err
+	}
+	core, err := sandbox.New(ctx, sandbox.Config{
+		Catalog: cat,
+		Launcher: launcher{&shim.Launcher{
+			Binary: c.Program, RunDir: f.Run, Store: f.Store, Account: credential(a),
+			Driver: driverConfig, FullCapture: probe != nil,
+		}},
+		Snapshots:    sandbox.FromRepository(snapshot.NewRepository(store)),
+		Keys:         driver,
+		Builder:      &sandbox.TemplateBuilder{},
+		TemplatesDir: f.Templates,
+		Build:        template.Options{CacheDir: f.Cache, GuestBinary: filepath.Join(filepath.Dir(c.Program), guestProgram)},
+		Console:      func(name string) string { return filepath.Join(f.Logs, name+".log") },
+		FreeBytes:    func() (int64, error) { return freeBytes(f.Store) },
+		CheckEgress: func(allow, deny []string) error {
+			_, err := vnet.ParsePolicy(allow, deny)
+			return err
+		},
+		Events: sandbox.LogEvents(c.Log),
+		Log:    c.Log,
+	})
+	if err != nil {
+		return nil, api.Version{}, errors.Join(err, cat.Close())
+	}
+	version := api.Version{Version: c.Version, API: apiVersion, VMM: info.Driver + " " + info.Version, Accel: info.Accelerator}
+	return wired{core, cat}, version, nil
+}
+
+// credential returns what shims change to, nil if they stay what they are.
+func credential(a Account) *shim.Credential {
+	if a.UID == os.Geteuid() {
+		return nil
+	}
+	return &shim.Credential{UID: a.UID, GID: a.GID, Groups: a.Groups}
+}
+
+// freeBytes returns what an ordinary user could still write where dir is.
+func freeBytes(dir string) (int64, error) {
+	var st unix.Statfs_t
+	if err := unix.Statfs(dir, &st); err != nil {
+		return 0, fmt.Errorf("look at the free space of %s: %w", dir, err)
+	}
+	return int64(st.Bavail) * st.Bsize, nil
+}
+
+// launcher makes a shim.Launcher what the core takes it for.
+type launcher struct{ shims *shim.Launcher }
+
+func (l launcher) Launch(ctx context.Context, spec sandbox.LaunchSpec) (sandbox.VM, error) {
+	c, err := l.shims.Launch(ctx, spec.VM)
+	if err != nil {
+		return nil, err
+	}
+	return &machine{c, shim.Attach{Console: spec.Console, Allow: spec.Allow, Deny: spec.Deny}}, nil
+}
+
+func (l launcher) Adopt(ctx context.Context, h shim.Handle) (sandbox.VM, error) {
+	c, err := l.shims.Adopt(ctx, h)
+	if err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+func (l launcher) Kill(ctx context.Context, h shim.Handle) error { return l.shims.Discard(ctx, h) }
+
+func (l launcher) Orphans(ctx context.Context, known []string) error {
+	return l.shims.Reap(ctx, known)
+}
+
+// machine is a new shim with what its guest gets before its first instruction.
+type machine struct {
+	*shim.Client
+	attach shim.Attach
+}
+
+func (m *machine) Boot(ctx context.Context, req shim.BootRequest) (shim.StartReport, error) {
+	req.Attach = m.attach
+	return m.Client.Boot(ctx, req)
+}
+
+func (m *machine) Resume(ctx context.Context, req shim.ResumeRequest) (shim.StartReport, error) {
+	req.Attach = m.attach
+	return m.Client.Resume(ctx, req)
+}

@@ -1,0 +1,162 @@
+package guest
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	cgroupPath     = "/sys/fs/cgroup/user"
+	runPath        = "/run/hib"
+	generationFile = runPath + "/generation"
+	idFile         = runPath + "/id"
+
+	// ioctls of include/uapi/linux/random.h, which the system package does not name.
+	rndAddEntropy = 0x40085203
+	rndReseedCRNG = 0x5207
+)
+
+// linux is the System of the machine that the agent is the first process of.
+type linux struct{}
+
+// NewSystem returns the running guest's System. Its methods change the machine
+// that they are called on.
+func NewSystem() System { return linux{} }
+
+func (linux) SetClock(t time.Time) error {
+	ts := unix.NsecToTimespec(t.UnixNano())
+	return unix.ClockSettime(unix.CLOCK_REALTIME, &ts)
+}
+
+func (linux) AddEntropy(secret []byte) error {
+	f, err := os.OpenFile("/dev/urandom", os.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	// struct rand_pool_info: bits of entropy, bytes, the bytes.
+	pool := make([]uint32, 2+(len(secret)+3)/4)
+	pool[0], pool[1] = uint32(len(secret)*8), uint32(len(secret))
+	copy(unsafe.Slice((*byte)(unsafe.Pointer(&pool[2])), len(secret)), secret)
+	return control(f, func(fd int) error {
+		if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(fd), rndAddEntropy, uintptr(unsafe.Pointer(&pool[0]))); errno != 0 {
+			return fmt.Errorf("add entropy: %w", errno)
+		}
+		if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(fd), rndReseedCRNG, 0); errno != 0 {
+			return fmt.Errorf("reseed: %w", errno)
+		}
+		return nil
+	})
+}
+
+func (l linux) SetIdentity(id, hostname, machineID string) error {
+	return errors.Join(
+		unix.Sethostname([]byte(hostname)),
+		replaceFile("/etc/hostname", hostname+"\n"),
+		writeHosts("/etc/hosts", hostname),
+		replaceFile("/etc/machine-id", machineID+"\n"),
+		os.MkdirAll(runPath, 0o755),
+		replaceFile(idFile, id+"\n"),
+	)
+}
+
+func (linux) DestroySockets(keep Flow) (int, error) { return destroySockets(keep) }
+
+func (linux) Publish(generation uint64) error {
+	if err := os.MkdirAll(runPath, 0o755); err != nil {
+		return err
+	}
+	return replaceFile(generationFile, strconv.FormatUint(generation, 10)+"\n")
+}
+
+func (linux) Thaw() error {
+	err := os.WriteFile(filepath.Join(cgroupPath, "cgroup.freeze"), []byte("0"), 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil // without the cgroup nothing was frozen
+	}
+	return err
+}
+
+func (linux) Freeze(timeout time.Duration) error {
+	if err := os.WriteFile(filepath.Join(cgroupPath, "cgroup.freeze"), []byte("1"), 0); err != nil {
+		return err
+	}
+	fd, err := unix.Open(filepath.Join(cgroupPath, "cgroup.events"), unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	defer unix.Close(fd)
+	var buf [256]byte
+	for end := time.Now().Add(timeout); ; {
+		n, err := unix.Pread(fd, buf[:], 0)
+		if err != nil {
+			return err
+		}
+		if strings.Contains(string(buf[:n]), "frozen 1") {
+			return nil
+		}
+		left := time.Until(end)
+		if left <= 0 {
+			return ErrFreezeTimeout
+		}
+		// The kernel tells of changes of the file by an exceptional condition.
+		_, err = unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLPRI}}, int(left.Milliseconds())+1)
+		if err != nil && !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}
+
+// replaceFile replaces a small file, or the link at its place, whole: who
+// watches or reads it sees the old or the new content.
+func replaceFile(path, content string) error {
+	temp := path + ".hib-new"
+	if err := os.WriteFile(temp, []byte(content), 0o644); err != nil {
+		return err
+	}
+	return os.Rename(temp, path)
+}
+
+// The names that a sandbox knows its host by.
+const (
+	hostName = "host.hib.internal"
+	hostIP   = "192.168.127.254"
+	ownIP    = "127.0.1.1"
+)
+
+// writeHosts puts the machine's own name and the host's into a hosts file, and
+// keeps the lines that others wrote.
+func writeHosts(path, hostname string) error {
+	old, err := os.ReadFile(path)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return replaceFile(path, mergeHosts(string(old), hostname))
+}
+
+func mergeHosts(old, hostname string) string {
+	var b strings.Builder
+	local := false
+	for line := range strings.Lines(old) {
+		f := strings.Fields(line)
+		if len(f) > 1 && (f[0] == ownIP || f[0] == hostIP) {
+			continue
+		}
+		local = local || len(f) > 1 && f[0] == "127.0.0.1"
+		b.WriteString(strings.TrimSuffix(line, "\n") + "\n")
+	}
+	if !local {
+		b.WriteString("127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n")
+	}
+	fmt.Fprintf(&b, "%s %s\n%s %s\n", ownIP, hostname, hostIP, hostName)
+	return b.String()
+}

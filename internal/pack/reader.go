@@ -1,0 +1,297 @@
+package pack
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+
+	"github.com/klauspost/compress/zstd"
+
+	"github.com/hibernacle/hibernacle/internal/page"
+)
+
+// Reader reads a pack: it is an io.ReaderAt over the pack's pages, decoded, of
+// which pack page n is at byte n·page.Size. Every frame is verified whenever it
+// is read from the file. Methods may be called at the same time.
+type Reader struct {
+	file    io.ReaderAt
+	summary Summary
+	index   []byte // verified; entries are decoded as they are needed
+	cache   *Cache
+	decoder *zstd.Decoder // nil until a frame is compressed
+	decOnce sync.Once
+	decErr  error
+}
+
+// Open opens the pack in file, which is size bytes long, and verifies its index,
+// but reads no pages. If want is not nil, the pack must be that one.
+// Decoded frames are kept in cache, which other Readers may share. The Reader
+// does not close file. Errors wrap ErrCorrupt if the bytes are wrong, ErrVersion
+// if a newer release wrote them.
+func Open(file io.ReaderAt, size int64, want *Summary, cache *Cache) (*Reader, error) {
+	if want != nil && size != want.Size {
+		return nil, corrupt("it has %d bytes instead of %d", size, want.Size)
+	}
+	t, tail, err := readTail(file, size)
+	if err != nil {
+		return nil, err
+	}
+	head := make([]byte, headerSize)
+	if err := readFull(file, head, 0); err != nil {
+		return nil, err
+	}
+	h := sha256.New()
+	h.Write(head)
+	h.Write(tail[:len(tail)-sha256.Size])
+	r := &Reader{
+		file:    file,
+		summary: Summary{Size: size, Pages: t.pages},
+		index:   tail[:len(tail)-trailerSize],
+		cache:   cache,
+	}
+	h.Sum(r.summary.Sum[:0])
+	if !bytes.Equal(r.summary.Sum[:], tail[len(tail)-sha256.Size:]) {
+		return nil, corrupt("its index does not fit its hash")
+	}
+	if want != nil && r.summary != *want {
+		return nil, corrupt("its index has the hash %v, recorded is %v", r.summary.Sum, want.Sum)
+	}
+	if !bytes.Equal(head, header()) {
+		return nil, corrupt("its header is wrong")
+	}
+	if err := r.checkIndex(t.index); err != nil {
+		return nil, err
+	}
+	return r, nil
+}
+
+// readTail reads the trailer, and then index and trailer as one.
+func readTail(file io.ReaderAt, size int64) (trailer, []byte, error) {
+	if size < headerSize+1+entrySize+trailerSize {
+		return trailer{}, nil, corrupt("it is cut off, it has %d bytes", size)
+	}
+	end := make([]byte, trailerSize)
+	if err := readFull(file, end, size-trailerSize); err != nil {
+		return trailer{}, nil, err
+	}
+	if string(end[24:32]) != trailerMagic {
+		return trailer{}, nil, corrupt("its trailer is missing: cut off, or no pack")
+	}
+	if v := binary.LittleEndian.Uint32(end[16:]); v != Version {
+		return trailer{}, nil, fmt.Errorf("%w: version %d, this release reads version %d", ErrVersion, v, Version)
+	}
+	if binary.LittleEndian.Uint32(end[20:]) != 0 {
+		return trailer{}, nil, corrupt("its trailer is wrong")
+	}
+	pages, index := binary.LittleEndian.Uint64(end), binary.LittleEndian.Uint64(end[8:])
+	if pages == 0 || pages > MaxPages || index < headerSize || index > uint64(size) ||
+		int64(index)+frames(int64(pages))*entrySize+trailerSize != size {
+		return trailer{}, nil, corrupt("its trailer names %d pages and an index at %d, which do not fit its %d bytes", pages, index, size)
+	}
+	tail := make([]byte, size-int64(index))
+	if err := readFull(file, tail, int64(index)); err != nil {
+		return trailer{}, nil, err
+	}
+	return trailer{pages: int64(pages), index: int64(index)}, tail, nil
+}
+
+// checkIndex checks that the frames lie back to back between header and index,
+// each with a plausible length.
+func (r *Reader) checkIndex(end int64) error {
+	next := int64(headerSize)
+	for i := range r.frames() {
+		e := r.entry(i)
+		b := r.index[i*entrySize:]
+		if b[13] != 0 || b[14] != 0 || b[15] != 0 {
+			return corrupt("the index entry of frame %d is wrong", i)
+		}
+		if e.codec > Zstd {
+			return corrupt("frame %d has the unknown %v", i, e.codec)
+		}
+		if e.offset != next || e.stored < 1 || e.stored > maxStored || e.codec == Raw && int(e.stored) != r.frameLen(i) {
+			return corrupt("frame %d is recorded with %d bytes at %d", i, e.stored, e.offset)
+		}
+		next += int64(e.stored)
+	}
+	if next != end {
+		return corrupt("the frames end at %d, the index begins at %d", next, end)
+	}
+	return nil
+}
+
+// Summary describes the pack.
+func (r *Reader) Summary() Summary { return r.summary }
+
+func (r *Reader) frames() int64 { return frames(r.summary.Pages) }
+
+// frameLen returns the decoded length of frame i in bytes.
+func (r *Reader) frameLen(i int64) int {
+	return int(min(FramePages, r.summary.Pages-i*FramePages)) * page.Size
+}
+
+func (r *Reader) entry(i int64) entry {
+	b := r.index[i*entrySize:]
+	e := entry{
+		offset: int64(binary.LittleEndian.Uint64(b)),
+		stored: int32(binary.LittleEndian.Uint32(b[8:])),
+		codec:  Codec(b[12]),
+	}
+	copy(e.sum[:], b[16:])
+	return e
+}
+
+// ReadAt implements io.ReaderAt. An error names the frame and wraps ErrCorrupt
+// if the frame's bytes do not fit its hash; p then holds nothing that is
+// promised.
+func (r *Reader) ReadAt(p []byte, off int64) (int, error) {
+	return r.read(p, off, r.readFrame)
+}
+
+// Peek is ReadAt without the promise that the bytes are right: it saves the
+// verification where it can. It is for comparing only. A page that is found
+// equal to one held in memory may be taken from the pack later, since that
+// read is verified.
+func (r *Reader) Peek(p []byte, off int64) (int, error) {
+	return r.read(p, off, r.peekFrame)
+}
+
+// read cuts a read into parts of one frame each.
+func (r *Reader) read(p []byte, off int64, frame func(p []byte, i int64, from int) error) (int, error) {
+	if off < 0 {
+		return 0, errors.New("read pack: negative offset")
+	}
+	n := 0
+	for n < len(p) {
+		if off >= r.summary.Pages*page.Size {
+			return n, io.EOF
+		}
+		i, from := off/FrameBytes, int(off%FrameBytes)
+		m := min(len(p)-n, r.frameLen(i)-from)
+		if err := frame(p[n:n+m], i, from); err != nil {
+			return n, fmt.Errorf("frame %d: %w", i, err)
+		}
+		n += m
+		off += int64(m)
+	}
+	return n, nil
+}
+
+// readFrame reads a part of frame i that begins at byte from. A whole frame is
+// read straight into p and not kept: who reads so much at a time does not come
+// back for it.
+func (r *Reader) readFrame(p []byte, i int64, from int) error {
+	key := frameKey{r, i}
+	if len(p) == r.frameLen(i) {
+		if r.cache != nil {
+			if pages := r.cache.peek(key); pages != nil {
+				copy(p, pages)
+				return nil
+			}
+		}
+		return r.load(p, i)
+	}
+	load := func() ([]byte, error) {
+		b := make([]byte, r.frameLen(i))
+		return b, r.load(b, i)
+	}
+	var pages []byte
+	var err error
+	if r.cache != nil {
+		pages, err = r.cache.get(key, load)
+	} else {
+		pages, err = load()
+	}
+	if err != nil {
+		return err
+	}
+	copy(p, pages[from:])
+	return nil
+}
+
+// peekFrame is readFrame, unverified if the frame is stored raw.
+func (r *Reader) peekFrame(p []byte, i int64, from int) error {
+	e := r.entry(i)
+	if e.codec != Raw {
+		return r.readFrame(p, i, from)
+	}
+	return readFull(r.file, p, e.offset+int64(from))
+}
+
+// load reads, decodes and verifies frame i into p, which is as long as it.
+func (r *Reader) load(p []byte, i int64) error {
+	e := r.entry(i)
+	if e.codec == Raw {
+		if err := readFull(r.file, p, e.offset); err != nil {
+			return err
+		}
+	} else if err := r.loadZstd(p, e); err != nil {
+		return err
+	}
+	if sha256.Sum256(p) != e.sum {
+		return corrupt("its bytes do not fit their hash")
+	}
+	return nil
+}
+
+func (r *Reader) loadZstd(p []byte, e entry) error {
+	r.decOnce.Do(func() {
+		r.decoder, r.decErr = zstd.NewReader(nil, zstd.WithDecoderConcurrency(0),
+			zstd.WithDecoderMaxMemory(FrameBytes), zstd.WithDecoderMaxWindow(1<<20))
+	})
+	if r.decErr != nil {
+		return r.decErr
+	}
+	b := make([]byte, e.stored)
+	if err := readFull(r.file, b, e.offset); err != nil {
+		return err
+	}
+	// Decoding cannot grow beyond the decoder's limit of one frame.
+	out, err := r.decoder.DecodeAll(b, p[:0:len(p)])
+	if err != nil {
+		return corrupt("zstd: %v", err)
+	}
+	if len(out) != len(p) {
+		return corrupt("it decodes to %d bytes instead of %d", len(out), len(p))
+	}
+	copy(p, out)
+	return nil
+}
+
+// Verify reads the whole pack and verifies every frame. It goes on behind a
+// corrupt frame; the error joins what it found. progress, if not nil, is called with the
+// number of bytes of the file that were read since the last call; an error
+// from it ends the reading.
+func (r *Reader) Verify(progress func(n int64) error) error {
+	var errs []error
+	buf := make([]byte, FrameBytes)
+	for i := range r.frames() {
+		if err := r.load(buf[:r.frameLen(i)], i); err != nil {
+			if len(errs) < 16 { // enough to see the pattern
+				errs = append(errs, fmt.Errorf("frame %d: %w", i, err))
+			}
+		}
+		if progress != nil {
+			if err := progress(int64(r.entry(i).stored)); err != nil {
+				return err
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// readFull reads len(p) bytes at off; the end of the file comes too early for
+// that if the pack is cut off.
+func readFull(file io.ReaderAt, p []byte, off int64) error {
+	n, err := file.ReadAt(p, off)
+	if n == len(p) {
+		return nil
+	}
+	if err == io.EOF || err == nil {
+		return corrupt("it is cut off at %d", off+int64(n))
+	}
+	return err
+}

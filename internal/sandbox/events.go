@@ -1,0 +1,79 @@
+package sandbox
+
+import (
+	"context"
+	"log/slog"
+	"time"
+
+	"github.com/hibernacle/hibernacle/internal/snapshot"
+)
+
+// Keys of log attributes.
+const (
+	keySandbox  = "sandbox"
+	keyTemplate = "template"
+	keySnapshot = "snapshot"
+	keyError    = "error"
+)
+
+// Transition is a recorded change of state.
+type Transition struct {
+	Sandbox  string
+	From, To State // From is "" for a new record
+	Reason   string
+	At       time.Time
+}
+
+// Events is called at what happens, for logs and metrics. A field may be nil.
+// The functions are called by the operation that they tell of, hold it up
+// while they run, and must not call the Core.
+type Events struct {
+	OnTransition func(Transition)
+	OnHibernate  func(sandbox string, report HibernateReport, err error) // a hibernation ended
+	OnStart      func(sandbox string, report ResumeReport, err error)    // a creation or a resume ended
+	OnCollect    func(deleted snapshot.Collected, err error)
+}
+
+// LogEvents returns Events that write to log.
+func LogEvents(log *slog.Logger) Events {
+	return Events{
+		OnTransition: func(t Transition) {
+			level := slog.LevelInfo
+			if t.To == StateFailed {
+				level = slog.LevelWarn
+			}
+			log.Log(context.Background(), level, "sandbox "+string(t.To), keySandbox, t.Sandbox, "from", t.From, "reason", t.Reason)
+		},
+		OnCollect: func(deleted snapshot.Collected, err error) {
+			if err != nil {
+				log.Warn("collecting garbage failed", keyError, err)
+				return
+			}
+			log.Debug("garbage collected", "deleted", deleted)
+		},
+	}
+}
+
+func (e *Events) transition(t Transition) {
+	if e.OnTransition != nil {
+		e.OnTransition(t)
+	}
+}
+
+func (e *Events) hibernate(sandbox string, report HibernateReport, err error) {
+	if e.OnHibernate != nil {
+		e.OnHibernate(sandbox, report, err)
+	}
+}
+
+func (e *Events) start(sandbox string, report ResumeReport, err error) {
+	if e.OnStart != nil {
+		e.OnStart(sandbox, report, err)
+	}
+}
+
+func (e *Events) collect(deleted snapshot.Collected, err error) {
+	if e.OnCollect != nil {
+		e.OnCollect(deleted, err)
+	}
+}

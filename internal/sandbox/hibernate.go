@@ -1,0 +1,238 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/hibernacle/hibernacle/internal/failpoint"
+	"github.com/hibernacle/hibernacle/internal/shim"
+	"github.com/hibernacle/hibernacle/internal/snapshot"
+)
+
+// captureGrace is how much longer than the shim's own deadline the core waits
+// for the answer to a capture.
+const captureGrace = 10 * time.Second
+
+// Hibernate takes a running sandbox to standby; one that is there already is
+// left alone. When it returns without error the snapshot is durable. ErrConflict
+// says that a request came in between and the sandbox runs on.
+func (c *Core) Hibernate(ctx context.Context, id string) (Sandbox, error) {
+	e, err := c.find(id)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	err = c.run(ctx, e, opHibernate, func(ctx context.Context, op *operation) error {
+		switch e.rec.State {
+		case StateStandby:
+			return nil
+		case StateRunning:
+		case StateFailed:
+			return failedError(&e.rec)
+		default:
+			return conflict("", "sandbox %s is %s", e.id, e.rec.State)
+		}
+		begun := time.Now()
+		err := c.hibernate(ctx, e, op, begun)
+		report := HibernateReport{TotalMS: since(begun)}
+		if err == nil {
+			report = *e.rec.LastHibernate
+		}
+		c.cfg.Events.hibernate(e.id, report, err)
+		return err
+	})
+	return e.view(), err
+}
+
+// hibernate takes and commits a snapshot of a running sandbox, or leaves it running.
+func (c *Core) hibernate(ctx context.Context, e *entry, op *operation, begun time.Time) error {
+	if e.wanted() {
+		return stepError(errRequest, "sandbox %s did not hibernate and runs on", e.id)
+	}
+	id, err := c.mint.take(ctx)
+	if err != nil {
+		return stepError(causeOf(ctx, err), "sandbox %s did not hibernate", e.id)
+	}
+	defer c.mint.put(id)
+	err = c.change(ctx, e, func(r *record) {
+		r.State, r.Pending = StateHibernating, id
+		r.Attempt++
+	})
+	if err != nil {
+		return err
+	}
+	report, err := c.capture(ctx, e)
+	if err == nil && e.tooLate(ctx, op) {
+		if err = c.commit(ctx, e, report, begun); err == nil || e.rec.State != StateHibernating || e.unsettled {
+			return err
+		}
+	}
+	cancelled := err == nil || ctx.Err() != nil
+	settled := c.conclude(ctx, e, cancelled)
+	switch {
+	case settled != nil:
+		return settled
+	case e.rec.State == StateStandby:
+		return nil // the answer was lost, not the snapshot
+	case e.rec.State == StateFailed:
+		return failedError(&e.rec)
+	case cancelled:
+		err = context.Cause(ctx)
+	}
+	return stepError(err, "sandbox %s did not hibernate and runs on", e.id)
+}
+
+// capture orders the snapshot that the record names as pending.
+func (c *Core) capture(ctx context.Context, e *entry) (shim.CaptureReport, error) {
+	if err := failpoint.Hit(ctx, fpHibernateRecorded); err != nil {
+		return shim.CaptureReport{}, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, c.cfg.CaptureTimeout+captureGrace)
+	defer cancel()
+	art, err := c.artifacts(e.rec.Template, e.rec.TemplateVersion)
+	if err != nil {
+		return shim.CaptureReport{}, err
+	}
+	key, err := c.key(ctx, e.rec.Shape, art)
+	if err != nil {
+		return shim.CaptureReport{}, err
+	}
+	report, err := e.vm.Capture(ctx, shim.CaptureRequest{
+		Attempt: e.rec.Attempt, ID: e.rec.Pending, Deadline: c.cfg.CaptureTimeout,
+		Generation: e.rec.Generation, Key: key, Full: e.rec.Snapshot == nil,
+	})
+	if err != nil {
+		return report, err
+	}
+	return report, failpoint.Hit(ctx, fpHibernateSealed)
+}
+
+// commit passes the commit point of a hibernation whose snapshot is sealed,
+// and cleans up behind it. Only a change that failed is an error.
+func (c *Core) commit(ctx context.Context, e *entry, sealed shim.CaptureReport, begun time.Time) error {
+	parent := e.rec.Snapshot
+	report := HibernateReport{PauseMS: sealed.PauseMS, Phases: map[string]float64{}, Warnings: sealed.Warnings}
+	for name, ms := range sealed.Phases {
+		report.Phases[name] = ms
+	}
+	committing := time.Now()
+	err := c.change(ctx, e, func(r *record) {
+		r.State = StateStandby
+		r.commit(sealed.Snapshot, sealed.Metadata)
+		r.LastHibernate = &report
+	})
+	if err != nil {
+		return err
+	}
+	commitMS, totalMS := since(committing), since(begun)
+	if err := failpoint.Hit(ctx, fpHibernateCommitted); err != nil {
+		return nil // committed is committed; the shim is ended at the next resume
+	}
+	releasing := time.Now()
+	err = c.end(ctx, e)
+	done := report.with("commit", commitMS, "release", since(releasing))
+	done.TotalMS = totalMS
+	ended := err == nil
+	if recErr := c.change(ctx, e, func(r *record) {
+		r.LastHibernate = &done
+		if ended {
+			r.Handle = nil
+		}
+	}); err == nil {
+		err = recErr
+	}
+	if err != nil {
+		c.log.Warn("clearing up after a hibernation is put off", keySandbox, e.id, keyError, err)
+	}
+	if parent != nil {
+		c.trash.add(parent.ID)
+	}
+	if err := failpoint.Hit(ctx, fpHibernateReleased); err != nil {
+		c.log.Warn("failpoint", keySandbox, e.id, keyError, err)
+	}
+	return nil
+}
+
+// with returns a copy of the report with two more phases.
+func (r HibernateReport) with(a string, aMS float64, b string, bMS float64) HibernateReport {
+	phases := map[string]float64{a: aMS, b: bMS}
+	for name, ms := range r.Phases {
+		phases[name] = ms
+	}
+	r.Phases = phases
+	return r
+}
+
+// conclude ends a hibernation that did not come to its commit: it finds out
+// where the machine is and brings the sandbox to standby, running or failed.
+// cancelled says that a sealed guest is to go on; otherwise what is sealed is
+// committed. On error the sandbox is unsettled.
+func (c *Core) conclude(ctx context.Context, e *entry, cancelled bool) error {
+	ctx, cancel := c.short(ctx)
+	defer cancel()
+	st, err := e.vm.Status(ctx)
+	switch {
+	case ended(err):
+		return c.concludeDead(ctx, e, reasonShimEnded)
+	case err != nil:
+		return unavailable(err, "the machine of sandbox %s does not answer", e.id)
+	case st.Phase == shim.PhaseStopped:
+		return c.concludeDead(ctx, e, exitReason(st))
+	case st.Phase == shim.PhaseSealed && st.Attempt == e.rec.Attempt && st.Captured != nil && st.Captured.Snapshot.ID == e.rec.Pending && !cancelled:
+		return c.commit(ctx, e, lateReport(*st.Captured), time.Now())
+	}
+	pending, attempt := e.rec.Pending, e.rec.Attempt
+	// Running is recorded before the guest runs: once it has run, the snapshot
+	// that it is ahead of must not be committed by anybody.
+	if err := c.change(ctx, e, func(r *record) { r.State, r.Pending = StateRunning, "" }); err != nil {
+		return err
+	}
+	if err := c.thaw(ctx, e, attempt); err != nil {
+		return err
+	}
+	c.trash.add(pending)
+	return nil
+}
+
+// concludeDead ends a hibernation whose machine is no more: it ran no further
+// than its snapshot, so that one counts if it is whole.
+func (c *Core) concludeDead(ctx context.Context, e *entry, reason string) error {
+	ref, err := c.cfg.Snapshots.Find(ctx, e.rec.Pending)
+	if err == nil {
+		var meta snapshot.Metadata
+		if meta, err = c.cfg.Snapshots.Metadata(ctx, ref); err == nil {
+			return c.commit(ctx, e, lateReport(shim.CaptureReport{Snapshot: ref, Metadata: meta}), time.Now())
+		}
+	}
+	if !errors.Is(err, snapshot.ErrMissing) && !errors.Is(err, snapshot.ErrCorrupt) {
+		return unavailable(err, "look for the snapshot of sandbox %s", e.id)
+	}
+	pending := e.rec.Pending
+	if err := c.fail(ctx, e, reason+" while it was hibernated"); err != nil {
+		return err
+	}
+	c.trash.add(pending)
+	return nil
+}
+
+// lateReport marks a report whose time from the beginning nobody measured.
+func lateReport(r shim.CaptureReport) shim.CaptureReport {
+	r.Warnings = append(r.Warnings[:len(r.Warnings):len(r.Warnings)],
+		"the snapshot was found and committed afterwards: durations are incomplete")
+	return r
+}
+
+// thaw lets the guest of a sandbox that is recorded as running go on.
+func (c *Core) thaw(ctx context.Context, e *entry, attempt uint64) error {
+	err := e.vm.Thaw(ctx, shim.ThawRequest{Attempt: attempt})
+	switch {
+	case err == nil:
+		return nil
+	case ended(err):
+		return c.failEnded(ctx, e)
+	}
+	e.mu.Lock()
+	e.unsettled = true
+	e.mu.Unlock()
+	return unavailable(err, "thaw sandbox %s", e.id)
+}

@@ -1,0 +1,176 @@
+package sandbox
+
+import (
+	"encoding/json"
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/hibernacle/hibernacle/internal/shim"
+	"github.com/hibernacle/hibernacle/internal/snapshot"
+	"github.com/hibernacle/hibernacle/internal/vmm"
+)
+
+// The kinds of the catalog's records.
+const (
+	kindSandbox  = "sandbox"  // id → record
+	kindName     = "name"     // name of a sandbox → its id
+	kindTemplate = "template" // name → templateRecord
+	kindHost     = "host"     // hostKey → {}: this catalog and the store belong together
+)
+
+const hostKey = "store"
+
+// recordVersion is the version of the layout of sandbox and template records.
+const recordVersion = 1
+
+// record is what the catalog keeps of a sandbox (docs/formats/catalog.md).
+// Its maps and pointers are shared between copies: replace them, never write
+// into them.
+type record struct {
+	Version         int               `json:"version"`
+	ID              string            `json:"id"`
+	Name            string            `json:"name,omitempty"`
+	Template        string            `json:"template"`
+	TemplateVersion int               `json:"template_version"`
+	Shape           vmm.Shape         `json:"shape"`
+	Labels          map[string]string `json:"labels,omitempty"`
+	Env             map[string]string `json:"env,omitempty"`
+	Allow           []string          `json:"allow,omitempty"`
+	Deny            []string          `json:"deny,omitempty"`
+	AccessToken     string            `json:"access_token"`
+	CreatedAt       time.Time         `json:"created_at"`
+
+	State      State  `json:"state"`
+	Reason     string `json:"reason,omitempty"` // why it failed; kept while a resume is tried
+	Attempt    uint64 `json:"attempt"`          // of the last hibernation
+	Generation uint64 `json:"generation"`       // of the last resume
+
+	Handle   *shim.Handle       `json:"handle,omitempty"`   // of the shim that may be alive
+	Pending  snapshot.ID        `json:"pending,omitempty"`  // snapshot of the hibernation under way
+	Snapshot *snapshot.Ref      `json:"snapshot,omitempty"` // the last committed one
+	Metadata *snapshot.Metadata `json:"metadata,omitempty"` // of Snapshot, without its control token
+	Fresh    bool               `json:"fresh,omitempty"`    // Snapshot is the template's base: a resume gives it an identity
+
+	LastHibernate *HibernateReport `json:"last_hibernate,omitempty"`
+	LastResume    *ResumeReport    `json:"last_resume,omitempty"`
+}
+
+// decodeRecord reads a sandbox record and refuses one that it cannot know.
+func decodeRecord(value []byte) (record, error) {
+	var rec record
+	if err := json.Unmarshal(value, &rec); err != nil {
+		return record{}, err
+	}
+	if rec.Version != recordVersion {
+		return record{}, fmt.Errorf("it has version %d, this daemon reads %d: it was written by a newer one", rec.Version, recordVersion)
+	}
+	if !slices.Contains(States, rec.State) {
+		return record{}, fmt.Errorf("unknown state %q", rec.State)
+	}
+	return rec, nil
+}
+
+// commit makes a sealed snapshot the one that rec stands for.
+func (rec *record) commit(ref snapshot.Ref, meta snapshot.Metadata) {
+	meta.ControlToken = "" // it lives in the snapshot, nobody needs it here
+	rec.Snapshot, rec.Metadata, rec.Fresh, rec.Pending = &ref, &meta, false, ""
+}
+
+// roots adds the snapshot that the record needs and the one that it announces.
+func (rec *record) roots(needed, announced map[snapshot.ID]struct{}) {
+	if rec.Snapshot != nil {
+		needed[rec.Snapshot.ID] = struct{}{}
+	}
+	if rec.Pending != "" {
+		announced[rec.Pending] = struct{}{}
+	}
+}
+
+// snapshots returns all the snapshots that the record names.
+func (rec *record) snapshots() []snapshot.ID {
+	ids := map[snapshot.ID]struct{}{}
+	rec.roots(ids, ids)
+	return slices.Collect(maps.Keys(ids))
+}
+
+// Sandbox is a sandbox as others see it: a copy of one instant.
+type Sandbox struct {
+	ID              string
+	Name            string
+	Template        string
+	TemplateVersion int
+	State           State
+	Reason          string // why it failed, "" otherwise
+	CreatedAt       time.Time
+	MemoryMiB       int
+	CPUs            int
+	Labels          map[string]string
+	Env             map[string]string
+	Allow, Deny     []string // egress rules
+	Snapshot        *Snapshot
+	LastHibernate   *HibernateReport
+	LastResume      *ResumeReport
+}
+
+// Snapshot describes the snapshot that a sandbox would resume from.
+type Snapshot struct {
+	ID          snapshot.ID
+	Parent      snapshot.ID // "" for a template's base snapshot
+	CreatedAt   time.Time
+	MemoryBytes int64 // size of the guest's RAM
+	DirtyBytes  int64 // found changed, before elision
+	StoredBytes int64 // written for it
+}
+
+// HibernateReport says how a hibernation went. Phases maps a name to
+// milliseconds: those of the capture (freeze, pause, state, scan, write),
+// commit and release.
+type HibernateReport struct {
+	TotalMS  float64            `json:"total_ms"` // until the commit
+	PauseMS  float64            `json:"pause_ms"` // from the pause to the seal
+	Phases   map[string]float64 `json:"phases"`
+	Warnings []string           `json:"warnings,omitempty"`
+}
+
+// ResumeReport says how a resume (or a creation) went. Phases maps a name to
+// milliseconds: vmm (start of the shim and its VMM) and those of the shim
+// (bind, state, unpause, guest_init).
+type ResumeReport struct {
+	Tier      string             `json:"tier"` // "local", or "boot" for a cold boot
+	TotalMS   float64            `json:"total_ms"`
+	Phases    map[string]float64 `json:"phases"`
+	BytesRead int64              `json:"bytes_read"`
+	Faults    int64              `json:"faults"`
+	Warnings  []string           `json:"warnings,omitempty"`
+}
+
+// view returns the record as others may see it.
+func (rec *record) view() Sandbox {
+	s := Sandbox{
+		ID: rec.ID, Name: rec.Name, Template: rec.Template, TemplateVersion: rec.TemplateVersion,
+		State: rec.State, CreatedAt: rec.CreatedAt,
+		MemoryMiB: rec.Shape.MemoryMiB, CPUs: rec.Shape.CPUs,
+		Labels: maps.Clone(rec.Labels), Env: maps.Clone(rec.Env),
+		Allow: slices.Clone(rec.Allow), Deny: slices.Clone(rec.Deny),
+	}
+	if rec.State == StateFailed {
+		s.Reason = rec.Reason
+	}
+	if m := rec.Metadata; m != nil {
+		s.Snapshot = &Snapshot{ID: m.ID, Parent: m.Parent, CreatedAt: m.CreatedAt,
+			MemoryBytes: m.MemoryBytes, DirtyBytes: m.DirtyBytes, StoredBytes: m.StoredBytes}
+	}
+	if r := rec.LastHibernate; r != nil {
+		c := *r
+		c.Phases, c.Warnings = maps.Clone(r.Phases), slices.Clone(r.Warnings)
+		s.LastHibernate = &c
+	}
+	if r := rec.LastResume; r != nil {
+		c := *r
+		c.Phases, c.Warnings = maps.Clone(r.Phases), slices.Clone(r.Warnings)
+		s.LastResume = &c
+	}
+	return s
+}

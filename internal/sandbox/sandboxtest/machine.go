@@ -1,0 +1,489 @@
+package sandboxtest
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/hibernacle/hibernacle/internal/sandbox"
+	"github.com/hibernacle/hibernacle/internal/shim"
+	"github.com/hibernacle/hibernacle/internal/snapshot"
+	"github.com/hibernacle/hibernacle/internal/vmm"
+)
+
+// machine is a shim with its guest. World.mu guards it.
+type machine struct {
+	w       *World
+	daemon  *Daemon // its lifeline, until it is adopted
+	handle  shim.Handle
+	sandbox string
+	dead    chan struct{}
+	conns   []net.Conn
+
+	phase    shim.Phase
+	adopted  bool
+	attempt  uint64
+	refused  map[uint64]bool
+	captured *shim.CaptureReport
+	exit     *vmm.Exit
+	failure  string
+
+	memory     string
+	identity   string
+	generation uint64
+	parent     snapshot.ID
+}
+
+// die ends the shim and all that it holds.
+func (m *machine) die() {
+	if m.gone() {
+		return
+	}
+	close(m.dead)
+	delete(m.w.machines, m.handle.VM)
+	m.hangUp()
+	m.w.broadcast()
+}
+
+func (m *machine) gone() bool {
+	select {
+	case <-m.dead:
+		return true
+	default:
+		return false
+	}
+}
+
+func (m *machine) hangUp() {
+	for _, c := range m.conns {
+		c.Close()
+	}
+	m.conns = nil
+}
+
+func (m *machine) enter(p shim.Phase) {
+	m.phase = p
+	m.w.broadcast()
+}
+
+func (m *machine) stop(exit vmm.Exit, failure string) {
+	m.exit, m.failure = &exit, failure
+	m.hangUp()
+	m.enter(shim.PhaseStopped)
+}
+
+// check returns the error of an order that finds the machine dead, stopped or
+// in none of the phases.
+func (m *machine) check(order string, phases ...shim.Phase) error {
+	switch {
+	case m.gone():
+		return fmt.Errorf("%s: %w", order, shim.ErrGone)
+	case slices.Contains(phases, m.phase):
+		return nil
+	case m.phase == shim.PhaseStopped:
+		return &shim.Error{Code: shim.CodeStopped, Message: order + ": the machine has stopped"}
+	}
+	return &shim.Error{Code: shim.CodeInvalid, Message: fmt.Sprintf("%s: the shim is %s", order, m.phase)}
+}
+
+// run notes that the guest runs, and whether it may.
+func (m *machine) run() {
+	for _, other := range m.w.machines {
+		if other != m && other.sandbox == m.sandbox && m.sandbox != "" && slices.Contains([]shim.Phase{shim.PhaseRunning, shim.PhaseCapturing}, other.phase) {
+			m.w.violate("sandbox %s runs in %s and in %s", m.sandbox, other.handle.VM, m.handle.VM)
+		}
+	}
+	m.enter(shim.PhaseRunning)
+}
+
+// launcher starts machines for a daemon.
+type launcher struct{ d *Daemon }
+
+func (l launcher) Launch(ctx context.Context, spec sandbox.LaunchSpec) (sandbox.VM, error) {
+	var m *machine
+	err := l.d.step(ctx, "launch", spec.VM, func() error {
+		w := l.d.w
+		w.pid++
+		m = &machine{w: w, daemon: l.d, sandbox: spec.Sandbox, dead: make(chan struct{}), phase: shim.PhaseIdle, refused: map[uint64]bool{},
+			handle: shim.Handle{VM: spec.VM, Socket: "/" + spec.VM, PID: w.pid, StartTime: uint64(w.pid), BootID: w.bootID, Protocol: shim.ProtocolVersion}}
+		if w.machines[spec.VM] != nil {
+			w.violate("two machines are named %s", spec.VM)
+		}
+		w.machines[spec.VM] = m
+		return nil
+	})
+	if err != nil {
+		if m != nil { // nothing is left running
+			l.d.w.mu.Lock()
+			m.die()
+			l.d.w.mu.Unlock()
+		}
+		return nil, err
+	}
+	return &vm{m: m, d: l.d, closed: make(chan struct{})}, nil
+}
+
+func (l launcher) find(h shim.Handle) *machine {
+	if m := l.d.w.machines[h.VM]; m != nil && m.handle == h {
+		return m
+	}
+	return nil
+}
+
+func (l launcher) Adopt(ctx context.Context, h shim.Handle) (sandbox.VM, error) {
+	var m *machine
+	err := l.d.step(ctx, "connect", h.VM, func() error {
+		if m = l.find(h); m == nil {
+			return shim.ErrGone
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	return &vm{m: m, d: l.d, closed: make(chan struct{})}, nil
+}
+
+func (l launcher) Kill(ctx context.Context, h shim.Handle) error {
+	return l.d.step(ctx, "kill", h.VM, func() error {
+		if m := l.find(h); m != nil {
+			m.die()
+		}
+		return nil
+	})
+}
+
+func (l launcher) Orphans(ctx context.Context, known []string) error {
+	return l.d.step(ctx, "orphans", "", func() error {
+		for name, m := range l.d.w.machines {
+			if !slices.Contains(known, name) {
+				m.die()
+			}
+		}
+		return nil
+	})
+}
+
+// vm is a connection of a daemon to a machine.
+type vm struct {
+	m      *machine
+	d      *Daemon
+	closed chan struct{}
+}
+
+func (v *vm) order(ctx context.Context, name string, effect func() error) error {
+	return v.d.step(ctx, name, v.m.handle.VM, effect)
+}
+
+func (v *vm) Handle() shim.Handle { return v.m.handle }
+
+func (v *vm) Close() {
+	v.m.w.mu.Lock()
+	defer v.m.w.mu.Unlock()
+	select {
+	case <-v.closed:
+	default:
+		close(v.closed)
+	}
+}
+
+func (v *vm) Status(ctx context.Context) (st shim.Status, err error) {
+	err = v.order(ctx, "status", func() error {
+		if v.m.gone() {
+			return shim.ErrGone
+		}
+		st = v.m.status()
+		return nil
+	})
+	return st, err
+}
+
+func (m *machine) status() shim.Status {
+	st := shim.Status{Protocol: shim.ProtocolVersion, VM: m.handle.VM, Phase: m.phase, Adopted: m.adopted, Attempt: m.attempt, Exit: m.exit, Failure: m.failure}
+	if m.phase == shim.PhaseSealed {
+		st.Captured = m.captured
+	}
+	return st
+}
+
+func (v *vm) Adopt(ctx context.Context) error {
+	return v.order(ctx, "adopt", func() error {
+		if v.m.gone() {
+			return shim.ErrGone
+		}
+		v.m.adopted = true
+		return nil
+	})
+}
+
+func (v *vm) Prepare(ctx context.Context, req shim.PrepareRequest) error {
+	return v.order(ctx, "prepare", func() error {
+		if err := v.m.check("prepare", shim.PhaseIdle); err != nil {
+			return err
+		}
+		if v.m.sandbox != "" {
+			v.m.w.checkHandle(v.m)
+		}
+		v.m.enter(shim.PhasePrepared)
+		return nil
+	})
+}
+
+// checkHandle checks that a machine is in the catalog before its VMM starts.
+func (w *World) checkHandle(m *machine) {
+	rec, err := w.Catalog.Get(context.Background(), "sandbox", m.sandbox)
+	if err != nil || !strings.Contains(string(rec.Value), `"vm":"`+m.handle.VM+`"`) {
+		w.violate("machine %s starts a VMM without being in the catalog (%v)", m.handle.VM, err)
+	}
+}
+
+func (v *vm) Boot(ctx context.Context, req shim.BootRequest) (rep shim.StartReport, err error) {
+	err = v.order(ctx, "boot", func() error {
+		if err := v.m.check("boot", shim.PhasePrepared); err != nil {
+			return err
+		}
+		v.m.memory, v.m.identity, v.m.generation = "booted", req.Init.Identity.ID, req.Init.Generation
+		rep.Phases = map[string]float64{"boot": 1}
+		v.m.run()
+		return nil
+	})
+	return rep, err
+}
+
+func (v *vm) Resume(ctx context.Context, req shim.ResumeRequest) (rep shim.StartReport, err error) {
+	err = v.order(ctx, "resume", func() error {
+		if err := v.m.check("resume", shim.PhasePrepared); err != nil {
+			return err
+		}
+		rep.Phases = map[string]float64{"bind": 1, "state": 1, "unpause": 1, "guest_init": 1}
+		return v.m.resume(req)
+	})
+	return rep, err
+}
+
+func (m *machine) resume(req shim.ResumeRequest) error {
+	img := m.w.snapshots[req.Snapshot.ID]
+	if img == nil {
+		return &shim.Error{Code: shim.CodeCorrupt, Message: "snapshot " + string(req.Snapshot.ID) + " is missing"}
+	}
+	if diff := req.Key.Diff(img.meta.Key); diff != "" {
+		return &shim.Error{Code: shim.CodeMismatch, Message: diff}
+	}
+	m.memory, m.identity, m.parent = img.memory, img.identity, req.Snapshot.ID
+	if id := req.Init.Identity; id != nil {
+		m.identity = id.ID
+	}
+	if m.identity != m.sandbox {
+		m.w.violate("sandbox %s woke up as %s", m.sandbox, m.identity)
+	}
+	if last := m.w.generations[m.sandbox]; req.Init.Generation <= last {
+		m.w.violate("sandbox %s runs at generation %d after %d", m.sandbox, req.Init.Generation, last)
+	}
+	m.generation = req.Init.Generation
+	m.w.generations[m.sandbox] = req.Init.Generation
+	m.run()
+	return nil
+}
+
+func (v *vm) Capture(ctx context.Context, req shim.CaptureRequest) (shim.CaptureReport, error) {
+	m := v.m
+	err := v.order(ctx, "capture", func() error {
+		if m.refused[req.Attempt] {
+			return &shim.Error{Code: shim.CodeRefused, Message: "the attempt was thawed"}
+		}
+		if err := m.check("capture", shim.PhaseRunning); err != nil {
+			return err
+		}
+		if req.Attempt <= m.attempt {
+			m.w.violate("attempt %d of %s after %d", req.Attempt, m.handle.VM, m.attempt)
+		}
+		m.attempt = req.Attempt
+		m.enter(shim.PhaseCapturing)
+		return nil
+	})
+	if err == nil {
+		err = v.order(ctx, "seal", func() error { return m.seal(req) })
+	}
+	if err != nil {
+		m.w.mu.Lock()
+		m.unfreeze(req.Attempt) // the order was cancelled, by an error or by the daemon's death
+		m.w.mu.Unlock()
+		return shim.CaptureReport{}, err
+	}
+	m.w.mu.Lock()
+	defer m.w.mu.Unlock()
+	if m.captured == nil {
+		return shim.CaptureReport{}, &shim.Error{Code: shim.CodeRefused, Message: "the attempt was thawed"}
+	}
+	return *m.captured, nil
+}
+
+// unfreeze lets a guest go on whose capture was cancelled before its seal.
+func (m *machine) unfreeze(attempt uint64) {
+	if !m.gone() && m.phase == shim.PhaseCapturing && m.attempt == attempt {
+		m.refused[attempt] = true
+		m.run()
+	}
+}
+
+func (m *machine) seal(req shim.CaptureRequest) error {
+	if err := m.check("capture", shim.PhaseCapturing); err != nil {
+		return err
+	}
+	if req.Full != (m.parent == "") {
+		m.w.violate("machine %s: full is %v with parent %q", m.handle.VM, req.Full, m.parent)
+	}
+	meta := snapshot.Metadata{ID: req.ID, Parent: m.parent, CreatedAt: time.Now(), Attempt: req.Attempt, Generation: req.Generation,
+		MemoryBytes: 1 << 30, DirtyBytes: 8192, StoredBytes: 4096, Key: req.Key, ControlToken: "secret"}
+	m.w.snapshots[req.ID] = &image{meta: meta, memory: m.memory, identity: m.identity}
+	m.captured = &shim.CaptureReport{Snapshot: snapshot.Ref{ID: req.ID, Manifest: "manifest of " + string(req.ID)}, Metadata: meta,
+		Phases: map[string]float64{"freeze": 1, "pause": 1, "state": 1, "scan": 1, "write": 1}, PauseMS: 2}
+	m.enter(shim.PhaseSealed)
+	return nil
+}
+
+func (v *vm) Thaw(ctx context.Context, req shim.ThawRequest) error {
+	m := v.m
+	return v.order(ctx, "thaw", func() error {
+		if err := m.check("thaw", shim.PhaseRunning, shim.PhaseCapturing, shim.PhaseSealed); err != nil {
+			return err
+		}
+		m.refused[req.Attempt] = true
+		if m.phase == shim.PhaseRunning || m.attempt != req.Attempt {
+			return nil
+		}
+		if m.phase == shim.PhaseSealed && m.sandbox != "" {
+			id := m.captured.Snapshot.ID
+			if state, snap, pending := m.w.recorded(m.sandbox); snap == id || pending == id {
+				m.w.violate("sandbox %s runs on from snapshot %s, which its record (%s) names", m.sandbox, id, state)
+			}
+		}
+		m.captured = nil
+		m.run()
+		return nil
+	})
+}
+
+func (v *vm) Release(ctx context.Context) error {
+	return v.order(ctx, "release", func() error {
+		v.m.die()
+		return nil
+	})
+}
+
+func (v *vm) Watch(ctx context.Context, fn func(shim.Event)) error {
+	var last shim.Phase
+	for {
+		v.m.w.mu.Lock()
+		changed, st, gone := v.m.w.changed, v.m.status(), v.m.gone()
+		v.m.w.mu.Unlock()
+		if gone {
+			return shim.ErrGone
+		}
+		if st.Phase != last {
+			last = st.Phase
+			fn(shim.Event{Status: st})
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-v.closed:
+			return errors.New("the connection was closed")
+		case <-v.d.killed:
+			return ErrKilled
+		}
+	}
+}
+
+// Dial connects to the guest, which answers on every port but 1, once it runs.
+func (v *vm) Dial(ctx context.Context, port int) (net.Conn, error) {
+	for {
+		v.m.w.mu.Lock()
+		changed, err := v.m.w.changed, v.d.alive()
+		if err == nil {
+			err = v.m.check("dial", shim.PhaseRunning, shim.PhaseCapturing, shim.PhaseSealed)
+		}
+		if err == nil && port == 1 {
+			err = errors.New("connection refused")
+		}
+		if err != nil {
+			v.m.w.mu.Unlock()
+			return nil, err
+		}
+		if v.m.phase == shim.PhaseRunning {
+			host, guest := net.Pipe()
+			v.m.conns = append(v.m.conns, host, guest)
+			go v.m.serve(guest)
+			v.m.w.mu.Unlock()
+			return host, nil
+		}
+		v.m.w.mu.Unlock()
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-v.d.killed:
+			return nil, ErrKilled
+		}
+	}
+}
+
+// serve answers the lines "get" and "set WORD" with the memory.
+func (m *machine) serve(conn net.Conn) {
+	defer conn.Close()
+	lines := bufio.NewScanner(conn)
+	for lines.Scan() {
+		answer, ok := m.answer(lines.Text())
+		if !ok {
+			return
+		}
+		if _, err := fmt.Fprintln(conn, answer); err != nil {
+			return
+		}
+	}
+}
+
+// answer waits until the guest runs and lets it answer; false if it ended.
+func (m *machine) answer(line string) (string, bool) {
+	for {
+		m.w.mu.Lock()
+		if m.gone() || m.phase == shim.PhaseStopped {
+			m.w.mu.Unlock()
+			return "", false
+		}
+		if m.phase == shim.PhaseRunning {
+			if word, ok := strings.CutPrefix(line, "set "); ok {
+				m.memory = word
+			}
+			memory := m.memory
+			m.w.mu.Unlock()
+			return memory, true
+		}
+		changed := m.w.changed
+		m.w.mu.Unlock()
+		<-changed
+	}
+}
+
+// Ask connects to a sandbox, sends one line and returns the answer, which is
+// the guest's memory: "get", or "set WORD".
+func Ask(ctx context.Context, c *sandbox.Core, id, line string) (string, error) {
+	conn, err := c.Dial(ctx, id, 80)
+	if err != nil {
+		return "", err
+	}
+	defer conn.Close()
+	stop := context.AfterFunc(ctx, func() { conn.Close() })
+	defer stop()
+	if _, err := fmt.Fprintln(conn, line); err != nil {
+		return "", err
+	}
+	answer, err := bufio.NewReader(conn).ReadString('\n')
+	return strings.TrimSuffix(answer, "\n"), err
+}

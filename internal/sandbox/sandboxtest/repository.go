@@ -1,0 +1,106 @@
+package sandboxtest
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/hibernacle/hibernacle/internal/sandbox"
+	"github.com/hibernacle/hibernacle/internal/snapshot"
+)
+
+// repository is the world's store as a daemon reaches it.
+type repository struct{ d *Daemon }
+
+func (r repository) find(id snapshot.ID) (*image, error) {
+	if img := r.d.w.snapshots[id]; img != nil {
+		return img, nil
+	}
+	return nil, fmt.Errorf("snapshot %s: %w", id, snapshot.ErrMissing)
+}
+
+func (r repository) Find(ctx context.Context, id snapshot.ID) (ref snapshot.Ref, err error) {
+	err = r.d.step(ctx, "find", "", func() error {
+		_, err := r.find(id)
+		ref = snapshot.Ref{ID: id, Manifest: "manifest of " + string(id)}
+		return err
+	})
+	return ref, err
+}
+
+func (r repository) Metadata(ctx context.Context, ref snapshot.Ref) (meta snapshot.Metadata, err error) {
+	err = r.d.step(ctx, "metadata", "", func() error {
+		img, err := r.find(ref.ID)
+		if err == nil {
+			meta = img.meta
+		}
+		return err
+	})
+	return meta, err
+}
+
+func (r repository) Delete(ctx context.Context, id snapshot.ID) error {
+	return r.d.step(ctx, "delete", "", func() error {
+		r.remove(id)
+		return nil
+	})
+}
+
+// remove deletes a snapshot and looks whether it was needed.
+func (r repository) remove(id snapshot.ID) {
+	w := r.d.w
+	img := w.snapshots[id]
+	if img == nil {
+		return
+	}
+	if state, snap, pending := w.recorded(img.identity); state != sandbox.StateDeleting && (snap == id || pending == id) {
+		w.violate("snapshot %s of sandbox %s (%s) was deleted", id, img.identity, state)
+	}
+	if img.meta.Parent == "" {
+		w.checkBase(id)
+	}
+	delete(w.snapshots, id)
+}
+
+// checkBase notes a violation if a template's record names the snapshot.
+func (w *World) checkBase(id snapshot.ID) {
+	list, err := w.Catalog.List(context.Background(), "template")
+	if err != nil {
+		w.violate("%v", err)
+	}
+	for _, rec := range list {
+		if strings.Contains(string(rec.Value), string(id)) {
+			w.violate("base snapshot %s of template %s was deleted", id, rec.Key)
+		}
+	}
+}
+
+func (r repository) Collect(ctx context.Context, roots, keep []snapshot.ID) (out snapshot.Collected, err error) {
+	err = r.d.step(ctx, "collect", "", func() error {
+		for _, id := range roots {
+			if r.d.w.snapshots[id] == nil {
+				return fmt.Errorf("collect: root %s: %w", id, snapshot.ErrMissing)
+			}
+		}
+		for id := range r.d.w.snapshots {
+			if !slices.Contains(roots, id) && !slices.Contains(keep, id) {
+				r.remove(id)
+			}
+		}
+		return nil
+	})
+	return out, err
+}
+
+func (r repository) Status(context.Context) (snapshot.Status, error) {
+	r.d.w.mu.Lock()
+	defer r.d.w.mu.Unlock()
+	return snapshot.Status{Manifests: snapshot.Usage{Objects: len(r.d.w.snapshots)}}, nil
+}
+
+func (r repository) Verify(_ context.Context, progress func(done, total int64)) (int, int64, []error, error) {
+	n := int64(r.d.w.Snapshots())
+	progress(n, n)
+	return int(n), n, nil, nil
+}

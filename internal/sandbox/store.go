@@ -1,0 +1,312 @@
+package sandbox
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/hibernacle/hibernacle/internal/snapshot"
+)
+
+// StoreStatus says what the store holds.
+type StoreStatus struct {
+	Packs         int
+	PackBytes     int64
+	Manifests     int
+	ManifestBytes int64
+	States        int
+	StateBytes    int64
+	BaseImages    int
+	BaseBytes     int64
+	FreeBytes     int64 // on the store's file system, 0 if it is not watched
+}
+
+// Verify is what a verification of the store found.
+type Verify struct {
+	Objects int
+	Bytes   int64
+	Faults  []string // one line each, naming the object
+}
+
+// StoreStatus counts what the store holds.
+func (c *Core) StoreStatus(ctx context.Context) (StoreStatus, error) {
+	st, err := c.cfg.Snapshots.Status(ctx)
+	if err != nil {
+		return StoreStatus{}, unavailable(err, "look through the store")
+	}
+	s := StoreStatus{
+		Packs: st.Packs.Objects, PackBytes: st.Packs.Bytes, Manifests: st.Manifests.Objects, ManifestBytes: st.Manifests.Bytes,
+		States: st.States.Objects, StateBytes: st.States.Bytes,
+	}
+	for _, v := range c.versions() {
+		s.BaseImages++
+		s.BaseBytes += v.BaseBytes
+	}
+	if c.cfg.FreeBytes != nil {
+		if s.FreeBytes, err = c.cfg.FreeBytes(); err != nil {
+			return StoreStatus{}, unavailable(err, "look at the free space of the data folder")
+		}
+	}
+	return s, nil
+}
+
+// StoreVerify reads everything that the store and the templates hold and
+// checks its digests. progress (which may be nil) is told the bytes read of
+// those to read. Damage is no error of the verification: it is in Faults.
+func (c *Core) StoreVerify(ctx context.Context, progress func(done, total int64)) (Verify, error) {
+	if progress == nil {
+		progress = func(int64, int64) {}
+	}
+	versions := c.versions()
+	var extra int64
+	for _, v := range versions {
+		extra += v.BaseBytes
+	}
+	var last int64
+	objects, size, faults, err := c.cfg.Snapshots.Verify(ctx, func(done, total int64) {
+		last = total
+		progress(done, total+extra)
+	})
+	if err != nil {
+		return Verify{}, unavailable(err, "verify the store")
+	}
+	v := Verify{Objects: objects, Bytes: size}
+	for _, f := range faults {
+		v.Faults = append(v.Faults, f.Error())
+	}
+	for _, t := range versions {
+		if err := ctx.Err(); err != nil {
+			return v, unavailable(context.Cause(ctx), "verify the store")
+		}
+		v.Objects++
+		v.Bytes += t.BaseBytes
+		last += t.BaseBytes
+		if err := c.verifyTemplate(t); err != nil {
+			v.Faults = append(v.Faults, err.Error())
+		}
+		progress(last, last)
+	}
+	return v, nil
+}
+
+func (c *Core) verifyTemplate(v namedVersion) error {
+	art, err := c.cfg.Builder.Load(c.templateDir(v.name, v.Number))
+	if err == nil {
+		err = c.cfg.Builder.Verify(art)
+	}
+	if err == nil && (art.BaseDigest != v.BaseDigest || art.KernelDigest != v.KernelDigest) {
+		err = fmt.Errorf("the base image or kernel is not the one that was built")
+	}
+	if err != nil {
+		return fmt.Errorf("template %s version %d: %w", v.name, v.Number, err)
+	}
+	return nil
+}
+
+// Deleting a snapshot and collecting take turns: a collection that saw neither
+// a snapshot just deleted nor its successor just made would take the packs
+// that both use for garbage.
+
+// Collect deletes what no record needs any more. It does nothing, and says so,
+// while a sandbox is not settled.
+func (c *Core) Collect(ctx context.Context) (snapshot.Collected, error) {
+	c.storeTurn.Lock()
+	defer c.storeTurn.Unlock()
+	keep := c.mint.hold()
+	defer c.mint.release()
+	if n := c.unsettled(); n > 0 {
+		return snapshot.Collected{}, unavailable(nil, "%d sandboxes are not settled, nothing is collected until they are", n)
+	}
+	needed, announced := c.roots()
+	keep = slices.AppendSeq(keep, maps.Keys(announced))
+	deleted, err := c.cfg.Snapshots.Collect(ctx, slices.Collect(maps.Keys(needed)), keep)
+	if err != nil {
+		err = unavailable(err, "collect garbage")
+	}
+	c.cfg.Events.collect(deleted, err)
+	return deleted, err
+}
+
+// unsettled counts the sandboxes whose records may not be what memory says.
+func (c *Core) unsettled() int {
+	n := 0
+	for _, e := range c.all() {
+		e.mu.Lock()
+		if e.unsettled {
+			n++
+		}
+		e.mu.Unlock()
+	}
+	return n
+}
+
+// mint gives out the ids of snapshots. A collection must not take a snapshot
+// that is being made for garbage, so it keeps every id that is in use, and
+// those that will be given out while it runs: they are fixed beforehand.
+type mint struct {
+	mu      sync.Mutex
+	used    map[snapshot.ID]struct{}
+	reserve []snapshot.ID // while a collection runs: what is left to give out
+	held    chan struct{} // while a collection runs; closed at its end
+}
+
+// mintReserve is how many captures may begin while one collection runs.
+const mintReserve = 1024
+
+func (m *mint) init() { m.used = map[snapshot.ID]struct{}{} }
+
+// take returns a fresh id, which no collection touches until put.
+func (m *mint) take(ctx context.Context) (snapshot.ID, error) {
+	for {
+		m.mu.Lock()
+		held := m.held
+		var id snapshot.ID
+		switch n := len(m.reserve); {
+		case held == nil:
+			id = snapshot.NewID()
+		case n > 0:
+			id, m.reserve = m.reserve[n-1], m.reserve[:n-1]
+		}
+		if id != "" {
+			m.used[id] = struct{}{}
+			m.mu.Unlock()
+			return id, nil
+		}
+		m.mu.Unlock()
+		select {
+		case <-held:
+		case <-ctx.Done():
+			return "", context.Cause(ctx)
+		}
+	}
+}
+
+// put says that a record names the id or that nobody will write to it any more.
+func (m *mint) put(id snapshot.ID) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	delete(m.used, id)
+}
+
+// hold begins a collection and returns the ids that it must keep. One
+// collection runs at a time.
+func (m *mint) hold() []snapshot.ID {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.held = make(chan struct{})
+	var keep []snapshot.ID
+	for id := range m.used {
+		keep = append(keep, id)
+	}
+	for range mintReserve {
+		m.reserve = append(m.reserve, snapshot.NewID())
+	}
+	return append(keep, m.reserve...)
+}
+
+// release ends a collection.
+func (m *mint) release() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	close(m.held)
+	m.held, m.reserve = nil, nil
+}
+
+// trash holds snapshots that a record no longer names.
+type trash struct {
+	mu   sync.Mutex
+	ids  []snapshot.ID
+	kick chan struct{}
+}
+
+func (t *trash) add(ids ...snapshot.ID) {
+	t.mu.Lock()
+	t.ids = append(t.ids, ids...)
+	t.mu.Unlock()
+	t.wake()
+}
+
+func (t *trash) wake() {
+	select {
+	case t.kick <- struct{}{}:
+	default:
+	}
+}
+
+func (t *trash) take() []snapshot.ID {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	ids := t.ids
+	t.ids = nil
+	return ids
+}
+
+// emptyTrash deletes, one after the other, what was thrown away, and collects
+// some time after the last deletion. It begins with a collection of what a
+// daemon that died has left.
+func (c *Core) emptyTrash() {
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	go func() {
+		select {
+		case <-c.closing:
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	timer := time.NewTimer(c.cfg.CollectDelay)
+	defer timer.Stop()
+	armed := true
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-c.trash.kick:
+			c.dropTrash(ctx)
+			if !armed {
+				timer.Reset(c.cfg.CollectDelay)
+				armed = true
+			}
+		case <-timer.C:
+			armed = false
+			if _, err := c.Collect(ctx); err != nil && ctx.Err() == nil {
+				c.log.Debug("collection put off", keyError, err)
+				timer.Reset(c.cfg.CollectDelay)
+				armed = true
+			}
+		}
+	}
+}
+
+// dropTrash deletes the snapshots that were thrown away unless a record names
+// one of them after all.
+func (c *Core) dropTrash(ctx context.Context) {
+	ids := c.trash.take()
+	if len(ids) == 0 {
+		return
+	}
+	c.storeTurn.Lock()
+	defer c.storeTurn.Unlock()
+	needed, announced := c.roots()
+	for _, id := range ids {
+		_, isNeeded := needed[id]
+		_, isAnnounced := announced[id]
+		if isNeeded || isAnnounced {
+			continue
+		}
+		if err := c.cfg.Snapshots.Delete(ctx, id); err != nil {
+			c.log.Debug("a snapshot is left for the collection", keySnapshot, id, keyError, err)
+		}
+	}
+}
+
+// removeAll removes a folder that no record names.
+func (c *Core) removeAll(dir string) {
+	if err := os.RemoveAll(dir); err != nil {
+		c.log.Warn("a folder is left", "folder", dir, keyError, err)
+	}
+}

@@ -1,0 +1,121 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/hibernacle/hibernacle/internal/shim"
+	"github.com/hibernacle/hibernacle/internal/vmm"
+)
+
+// reasonShimEnded is why a sandbox failed whose shim is dead.
+const reasonShimEnded = "its shim ended (killed?)"
+
+// watch follows the machine of a running sandbox until it is detached. The
+// caller has the turn.
+func (c *Core) watch(e *entry, vm VM) {
+	ctx, stop := context.WithCancel(context.Background())
+	e.mu.Lock()
+	e.unwatch = stop
+	e.mu.Unlock()
+	c.restDone.Go(func() {
+		defer stop()
+		for {
+			err := vm.Watch(ctx, func(ev shim.Event) {
+				if ev.Status.Phase == shim.PhaseStopped {
+					c.look(ctx, e, vm)
+				}
+			})
+			if errors.Is(err, shim.ErrGone) {
+				c.look(ctx, e, vm)
+			}
+			// The stream broke though the shim may live, or the end could not be
+			// recorded: listen again, until somebody detaches the machine.
+			select {
+			case <-ctx.Done():
+				return
+			case <-time.After(c.cfg.RetryDelay):
+			}
+		}
+	})
+}
+
+// look takes a turn to find out whether vm, the machine of a running sandbox,
+// has ended, and records it if so.
+func (c *Core) look(ctx context.Context, e *entry, vm VM) {
+	err := c.run(ctx, e, opCheck, func(ctx context.Context, _ *operation) error {
+		if e.vm != vm || e.rec.State != StateRunning {
+			return nil // somebody saw to it
+		}
+		return c.failEnded(ctx, e)
+	})
+	if err != nil && ctx.Err() == nil && !errors.Is(err, errClosing) {
+		c.log.Warn("the end of a machine is not recorded yet", keySandbox, e.id, keyError, err)
+	}
+}
+
+// failEnded records why the machine of a running sandbox ended, if it did.
+func (c *Core) failEnded(ctx context.Context, e *entry) error {
+	ctx, cancel := c.short(ctx)
+	defer cancel()
+	st, err := e.vm.Status(ctx)
+	switch {
+	case errors.Is(err, shim.ErrGone):
+		return c.fail(ctx, e, reasonShimEnded)
+	case err != nil:
+		return unavailable(err, "the machine of sandbox %s does not answer", e.id)
+	case st.Phase == shim.PhaseStopped:
+		return c.fail(ctx, e, exitReason(st))
+	}
+	return nil
+}
+
+// fail records that the sandbox has no machine any more and why, then ends
+// what is left of it.
+func (c *Core) fail(ctx context.Context, e *entry, reason string) error {
+	err := c.change(ctx, e, func(r *record) {
+		r.State, r.Reason, r.Pending = StateFailed, reason, ""
+	})
+	if err != nil {
+		return err
+	}
+	if err := c.release(ctx, e); err != nil {
+		c.log.Warn("ending a failed machine is put off", keySandbox, e.id, keyError, err)
+	}
+	return nil
+}
+
+// exitReason says in words how a machine ended.
+func exitReason(st shim.Status) string {
+	if st.Failure != "" {
+		return "memory could not be served: " + st.Failure
+	}
+	if st.Exit == nil {
+		return "its machine ended"
+	}
+	switch st.Exit.Reason {
+	case vmm.ReasonShutdown:
+		return "the guest powered off"
+	case vmm.ReasonReset:
+		return "the guest rebooted, which ends it"
+	case vmm.ReasonPanic:
+		return "guest kernel panic" + detail(st.Exit.Detail)
+	case vmm.ReasonCrashed:
+		return "the VMM died" + detail(st.Exit.Detail)
+	}
+	return "its machine ended" + detail(st.Exit.Detail)
+}
+
+// maxDetail bounds what a guest or its VMM can put into a reason.
+const maxDetail = 1000
+
+func detail(s string) string {
+	if s == "" {
+		return ""
+	}
+	if len(s) > maxDetail {
+		s = s[:maxDetail] + "…"
+	}
+	return ": " + s
+}

@@ -1,0 +1,225 @@
+package server
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log"
+	"net"
+	"net/http"
+	"net/http/httputil"
+	"net/url"
+	"path"
+	"strconv"
+	"strings"
+	"unicode"
+
+	"github.com/hibernacle/hibernacle/api"
+	"github.com/hibernacle/hibernacle/internal/guestapi"
+	"github.com/hibernacle/hibernacle/internal/sandbox"
+)
+
+// newGuestTransport returns a transport in which a host name is a sandbox's
+// id. Connections are not kept for a later request: an idle one would look
+// like use of the sandbox, and it would be dead after a hibernation.
+func newGuestTransport(core Core) *http.Transport {
+	return &http.Transport{
+		DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
+			id, p, err := net.SplitHostPort(addr)
+			if err != nil {
+				return nil, err
+			}
+			port, err := strconv.Atoi(p)
+			if err != nil {
+				return nil, err
+			}
+			return core.Dial(ctx, id, port)
+		},
+		DisableKeepAlives:      true,
+		DisableCompression:     true,
+		MaxResponseHeaderBytes: 64 << 10,
+		WriteBufferSize:        64 << 10,
+		ReadBufferSize:         64 << 10,
+	}
+}
+
+// guest is a sandbox as the target of calls to its agent.
+type guest struct{ id, token string }
+
+// guest finds the sandbox that a request names.
+func (s *Server) guest(r *http.Request) (guest, error) {
+	sb, err := s.core.Get(r.Context(), r.PathValue("id"))
+	if err != nil {
+		return guest{}, err
+	}
+	token, err := s.core.AgentToken(r.Context(), sb.ID)
+	return guest{sb.ID, token}, err
+}
+
+// url returns the agent's URL for a path, which begins with a slash.
+func (g guest) url(p string) *url.URL {
+	return &url.URL{Scheme: "http", Host: net.JoinHostPort(g.id, strconv.Itoa(guestapi.Port)), Path: p}
+}
+
+// RoundTrip sends a request to the agent with its token and says in words what
+// went wrong if there is no answer.
+func (s *Server) callAgent(g guest, r *http.Request) (*http.Response, error) {
+	if g.token != "" {
+		r.Header.Set(guestapi.AccessHeader, g.token)
+	}
+	resp, err := s.guests.RoundTrip(r)
+	if err != nil {
+		return nil, g.unanswered(err)
+	}
+	return resp, nil
+}
+
+// unanswered explains an error of a call to the agent: the core's own errors
+// are left as they are, a broken connection is named.
+func (g guest) unanswered(err error) error {
+	if _, code := classify(err); code != api.CodeInternal {
+		return err
+	}
+	return fmt.Errorf("the agent of sandbox %s did not answer (%v): %w", g.id, err, sandbox.ErrUnavailable)
+}
+
+// proxyAgent passes a request on to the agent, for clients that speak its
+// process, filesystem and file services. Both directions flow at once.
+func (s *Server) proxyAgent(w http.ResponseWriter, r *http.Request) {
+	target := path.Clean("/" + r.PathValue("path"))
+	if isControlPath(target) {
+		s.fail(w, r, routeError{r.URL.Path + " (control calls are the host's)"})
+		return
+	}
+	g, err := s.guest(r)
+	if err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	ctx, done := s.stream(r.Context())
+	defer done()
+	// A stream's answer begins while its request may still be under way. Without
+	// this, HTTP/1.1 would take the rest of the request away from the proxy, whose
+	// connection to the guest then breaks.
+	if err := http.NewResponseController(w).EnableFullDuplex(); err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	proxy := &httputil.ReverseProxy{
+		Transport:     s.guests,
+		FlushInterval: -1,
+		ErrorLog:      log.New(io.Discard, "", 0),
+		Rewrite: func(p *httputil.ProxyRequest) {
+			u := g.url(target)
+			u.RawQuery = p.In.URL.RawQuery
+			p.Out.URL, p.Out.Host = u, ""
+			cleanForGuest(p.Out.Header)
+			if g.token != "" {
+				p.Out.Header.Set(guestapi.AccessHeader, g.token)
+			}
+		},
+		ModifyResponse: func(resp *http.Response) error {
+			// What a guest answers must not act in our name in a browser.
+			resp.Header.Del("Set-Cookie")
+			resp.Header.Set("Content-Security-Policy", "sandbox")
+			resp.Header.Del(requestIDHeader)
+			resp.Header.Set(api.GuestHeader, "1")
+			return nil
+		},
+		ErrorHandler: func(w http.ResponseWriter, r *http.Request, err error) {
+			if cause := context.Cause(ctx); errors.Is(cause, errStopping) {
+				err = cause
+			}
+			s.fail(w, r, g.unanswered(err))
+		},
+	}
+	proxy.ServeHTTP(w, r.WithContext(ctx))
+}
+
+// isControlPath tells whether a clean path is a control call of the agent.
+func isControlPath(p string) bool {
+	for _, c := range []string{guestapi.InitPath, guestapi.FreezePath, guestapi.ThawPath} {
+		if strings.EqualFold(p, c) || len(p) > len(c) && strings.EqualFold(p[:len(c)+1], c+"/") {
+			return true
+		}
+	}
+	return false
+}
+
+// cleanForGuest drops from a header what the guest must not see or be told:
+// our key, and the tokens that are ours to set. Basic credentials stay, they
+// name the user in the guest.
+func cleanForGuest(h http.Header) {
+	h.Del(keyHeader)
+	h.Del("Cookie")
+	h.Del(guestapi.TokenHeader)
+	h.Del(guestapi.AccessHeader)
+	scheme, _, _ := strings.Cut(h.Get("Authorization"), " ")
+	if !strings.EqualFold(scheme, "Basic") {
+		h.Del("Authorization")
+	}
+}
+
+// agentError is an error that the agent answered with. Its text comes from the
+// guest: bounded, and printable.
+type agentError struct {
+	status  int
+	message string
+}
+
+func (e agentError) Error() string { return e.message }
+
+func (e agentError) classify() (status int, code string) {
+	switch e.status {
+	case http.StatusBadRequest, http.StatusUnprocessableEntity:
+		return http.StatusBadRequest, api.CodeInvalid
+	case http.StatusNotFound:
+		return http.StatusNotFound, api.CodeNotFound
+	case http.StatusConflict, http.StatusForbidden:
+		return http.StatusConflict, api.CodeConflict
+	case http.StatusRequestEntityTooLarge:
+		return http.StatusRequestEntityTooLarge, api.CodeTooLarge
+	case http.StatusInsufficientStorage:
+		return http.StatusInsufficientStorage, api.CodeNoSpace
+	case http.StatusNotImplemented:
+		return http.StatusNotImplemented, api.CodeNotSupported
+	case http.StatusServiceUnavailable, http.StatusBadGateway, http.StatusGatewayTimeout:
+		return http.StatusServiceUnavailable, api.CodeUnavailable
+	}
+	return http.StatusInternalServerError, api.CodeInternal
+}
+
+// maxAgentMessage bounds the text of an agent's error, in bytes.
+const maxAgentMessage = 4 << 10
+
+// readAgentError reads the error that an answer of the agent carries.
+func readAgentError(g guest, resp *http.Response) error {
+	body, _ := io.ReadAll(io.LimitReader(resp.Body, maxAgentMessage))
+	var e struct {
+		Message string `json:"message"`
+	}
+	text := string(body)
+	if json.Unmarshal(body, &e) == nil && e.Message != "" {
+		text = e.Message
+	}
+	text = printable(text)
+	if text == "" {
+		text = "status " + strconv.Itoa(resp.StatusCode)
+	}
+	return agentError{resp.StatusCode, fmt.Sprintf("sandbox %s: %s", g.id, text)}
+}
+
+// printable makes one line of printable text of what a guest said.
+func printable(text string) string {
+	return strings.TrimSpace(strings.Map(func(r rune) rune {
+		switch {
+		case r == '\n' || r == '\t':
+			return ' '
+		case !unicode.IsPrint(r):
+			return -1
+		}
+		return r
+	}, strings.ToValidUTF8(text, "")))
+}

@@ -1,0 +1,132 @@
+// Package server adapts the core to HTTP: the native REST interface under /v1
+// (its document is api.OpenAPI). An adapter decodes and checks a request,
+// calls the core, and encodes the answer; it decides nothing else. Every error
+// passes through one map (errors.go) from the core's sentinels to a status and
+// a code.
+//
+// Nouns: a route is a method and a path with its handler; a stream is a
+// request that lasts as long as its client likes (agent calls, port
+// connections, followed logs). Streams are what a stopping daemon breaks off.
+package server
+
+import (
+	"context"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"sync"
+	"time"
+
+	"github.com/hibernacle/hibernacle/api"
+	"github.com/hibernacle/hibernacle/internal/sandbox"
+)
+
+// Core is what the server needs of the core. Its errors wrap the sentinels of
+// package sandbox. Every id may be a sandbox's id or its name.
+type Core interface {
+	Create(ctx context.Context, o sandbox.CreateOptions) (sandbox.Sandbox, error)
+	Get(ctx context.Context, id string) (sandbox.Sandbox, error)
+	List(ctx context.Context) ([]sandbox.Sandbox, error)
+	Hibernate(ctx context.Context, id string) (sandbox.Sandbox, error)
+	Resume(ctx context.Context, id string) (sandbox.Sandbox, error)
+	Delete(ctx context.Context, id string) error
+
+	// Dial connects to a TCP port in the guest and wakes it for that.
+	Dial(ctx context.Context, id string, port int) (net.Conn, error)
+	// AgentToken returns the token that the agent's process and file calls need.
+	AgentToken(ctx context.Context, id string) (string, error)
+	// Logs opens what the guest printed on its console.
+	Logs(ctx context.Context, id string) (io.ReadCloser, error)
+
+	Templates(ctx context.Context) ([]sandbox.Template, error)
+	Template(ctx context.Context, name string) (sandbox.Template, error)
+	BuildTemplate(ctx context.Context, o sandbox.BuildOptions, progress func(sandbox.Progress)) (sandbox.Template, error)
+	RemoveTemplate(ctx context.Context, name string) error
+
+	StoreStatus(ctx context.Context) (sandbox.StoreStatus, error)
+	StoreVerify(ctx context.Context, progress func(done, total int64)) (sandbox.Verify, error)
+}
+
+// Config is what a server is made of.
+type Config struct {
+	Core    Core
+	Key     string       // the API key that every request but /v1/health must show
+	Version api.Version  // answer to /v1/version
+	Log     *slog.Logger // nil discards
+}
+
+// Server is an http.Handler for the whole interface.
+type Server struct {
+	core    Core
+	version api.Version
+	log     *slog.Logger
+	guests  *http.Transport
+	handler http.Handler
+
+	mu       sync.Mutex
+	stopped  bool
+	stopping chan struct{}
+	streams  sync.WaitGroup
+}
+
+// New returns a server. Close it to end its streams.
+func New(c Config) *Server {
+	s := &Server{core: c.Core, version: c.Version, log: c.Log, stopping: make(chan struct{})}
+	if s.log == nil {
+		s.log = slog.New(slog.DiscardHandler)
+	}
+	s.guests = newGuestTransport(c.Core)
+	s.handler = s.observe(s.authenticate(c.Key, s.router()))
+	return s
+}
+
+// ServeHTTP answers one request.
+func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) { s.handler.ServeHTTP(w, r) }
+
+// Close breaks off the streams, now and from now on, and waits for them to
+// end. Other requests go on: http.Server.Shutdown waits for those. Idempotent.
+func (s *Server) Close() {
+	s.mu.Lock()
+	if !s.stopped {
+		s.stopped = true
+		close(s.stopping)
+	}
+	s.mu.Unlock()
+	s.streams.Wait()
+	s.guests.CloseIdleConnections()
+}
+
+// stream returns a context for a request that lasts as long as its client
+// likes: it ends with ctx, with done and with the server. The caller must call
+// done once.
+func (s *Server) stream(ctx context.Context) (_ context.Context, done func()) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.stopped {
+		cancel(errStopping)
+		return ctx, func() {}
+	}
+	s.streams.Add(1)
+	go func() {
+		select {
+		case <-s.stopping:
+			cancel(errStopping)
+		case <-ctx.Done():
+		}
+	}()
+	return ctx, func() { cancel(nil); s.streams.Done() }
+}
+
+// NewHTTPServer returns an http.Server for h with the limits of time and size
+// that suit it: headers are bounded, bodies and answers may last.
+func NewHTTPServer(h http.Handler, log *slog.Logger) *http.Server {
+	return &http.Server{
+		Handler:           h,
+		ReadHeaderTimeout: 10 * time.Second,
+		IdleTimeout:       2 * time.Minute,
+		MaxHeaderBytes:    64 << 10,
+		ErrorLog:          slog.NewLogLogger(log.Handler(), slog.LevelDebug),
+	}
+}

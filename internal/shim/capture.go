@@ -1,0 +1,260 @@
+package shim
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/hibernacle/hibernacle/internal/failpoint"
+	"github.com/hibernacle/hibernacle/internal/guestapi"
+	"github.com/hibernacle/hibernacle/internal/page"
+	"github.com/hibernacle/hibernacle/internal/snapshot"
+)
+
+// The failpoints of a capture, in order.
+const (
+	failFrozen  = "shim.capture.frozen"
+	failPaused  = "shim.capture.paused"
+	failState   = "shim.capture.state"
+	failScanned = "shim.capture.scanned"
+	failWritten = "shim.capture.written"
+	failSealed  = "shim.capture.sealed"
+)
+
+// Failpoints lists the names at which a shim can be made to die, see package
+// failpoint.
+var Failpoints = []string{
+	failFrozen, failPaused, failState, failScanned, failWritten, failSealed,
+	failBound, failLoaded, failUnpaused, failInit,
+}
+
+const defaultDeadline = 2 * time.Minute
+
+// capture takes a snapshot and leaves the guest paused and sealed. If ctx ends
+// or anything fails before the seal, the guest goes on and the attempt is
+// refused from then on.
+func (h *host) capture(ctx context.Context, req CaptureRequest) (CaptureReport, error) {
+	end, err := h.begin(ctx, PhaseRunning, PhaseSealed)
+	if err != nil {
+		return CaptureReport{}, err
+	}
+	defer end()
+	if req.Attempt == 0 {
+		return CaptureReport{}, errorf(CodeInvalid, "attempts are counted from 1")
+	}
+	if _, err := snapshot.ParseID(string(req.ID)); err != nil {
+		return CaptureReport{}, errorf(CodeInvalid, "%v", err)
+	}
+	if req.Deadline <= 0 {
+		req.Deadline = defaultDeadline
+	}
+	ctx, cancel := context.WithTimeout(ctx, req.Deadline)
+	defer cancel()
+	sealed, err := h.admit(req, cancel)
+	switch {
+	case err != nil:
+		return CaptureReport{}, err
+	case sealed != nil:
+		return *sealed, nil
+	}
+	report, err := h.seal(ctx, req)
+	h.mu.Lock()
+	h.cancel = nil
+	h.mu.Unlock()
+	if err != nil {
+		return CaptureReport{}, h.giveUp(ctx, req, err)
+	}
+	return report, failpoint.Hit(ctx, failSealed)
+}
+
+// admit begins an attempt. One that is sealed already gets its report again.
+func (h *host) admit(req CaptureRequest, cancel func()) (sealed *CaptureReport, err error) {
+	h.update(func() {
+		switch {
+		case req.Attempt <= h.refused:
+			err = errorf(CodeRefused, "attempt %d was given up before", req.Attempt)
+		case h.phase == PhaseStopped:
+			err = h.whyStopped()
+		case h.phase == PhaseSealed && h.attempt == req.Attempt:
+			sealed = h.report
+		case h.phase == PhaseSealed:
+			err = errorf(CodeInvalid, "attempt %d is sealed; thaw or release it before attempt %d", h.attempt, req.Attempt)
+		default:
+			h.phase, h.attempt, h.cancel = PhaseCapturing, req.Attempt, cancel
+		}
+	})
+	return sealed, err
+}
+
+// giveUp lets the guest go on after a capture that failed with cause, and
+// returns the error that says why.
+func (h *host) giveUp(ctx context.Context, req CaptureRequest, cause error) error {
+	h.refuse(req.Attempt)
+	if h.hasExited() {
+		return h.exitError()
+	}
+	switch {
+	case errors.Is(ctx.Err(), context.DeadlineExceeded):
+		cause = errorf(CodeRefused, "attempt %d was not sealed within %s: %v", req.Attempt, req.Deadline, cause)
+	case ctx.Err() != nil:
+		cause = errorf(CodeRefused, "attempt %d was given up: %v", req.Attempt, cause)
+	}
+	if err := h.goOn(req.Attempt); err != nil {
+		return fmt.Errorf("%w; and the guest did not go on: %v", cause, err)
+	}
+	return cause
+}
+
+func (h *host) refuse(attempt uint64) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.refused = max(h.refused, attempt)
+}
+
+// seal freezes and pauses the guest, writes the snapshot and marks it sealed.
+func (h *host) seal(ctx context.Context, req CaptureRequest) (CaptureReport, error) {
+	watch := newStopwatch()
+	warnings, err := h.freeze(ctx, req)
+	if err != nil {
+		return CaptureReport{}, err
+	}
+	watch.lap("freeze")
+	if err := failpoint.Hit(ctx, failFrozen); err != nil {
+		return CaptureReport{}, err
+	}
+	paused := time.Now()
+	if err := h.machine.Pause(ctx); err != nil {
+		return CaptureReport{}, err
+	}
+	watch.lap("pause")
+	if err := failpoint.Hit(ctx, failPaused); err != nil {
+		return CaptureReport{}, err
+	}
+	var state bytes.Buffer
+	if err := h.machine.SaveState(ctx, &state); err != nil {
+		return CaptureReport{}, err
+	}
+	watch.lap("state")
+	if err := failpoint.Hit(ctx, failState); err != nil {
+		return CaptureReport{}, err
+	}
+	dirty, err := h.dirtyPages(ctx, req.Full)
+	if err != nil {
+		return CaptureReport{}, err
+	}
+	watch.lap("scan")
+	if err := failpoint.Hit(ctx, failScanned); err != nil {
+		return CaptureReport{}, err
+	}
+	ref, meta, err := h.repo.Capture(ctx, snapshot.CaptureInput{
+		ID: req.ID, Parent: h.parent, MemoryBytes: h.shape.MemoryBytes(),
+		State: state.Bytes(), RAM: h.machine.RAM(), Dirty: dirty,
+		Metadata: snapshot.Metadata{Attempt: req.Attempt, Generation: req.Generation, Key: req.Key, ControlToken: h.token},
+	})
+	if err != nil {
+		return CaptureReport{}, err
+	}
+	watch.lap("write")
+	if err := failpoint.Hit(ctx, failWritten); err != nil {
+		return CaptureReport{}, h.discard(req.ID, err)
+	}
+	report := CaptureReport{
+		Snapshot: ref, Metadata: meta, Phases: watch.phases, Warnings: warnings,
+		PauseMS: float64(time.Since(paused).Microseconds()) / 1000,
+	}
+	return report, h.markSealed(ctx, &report)
+}
+
+// markSealed is the point after which the guest runs again only by order. A
+// machine that ended before it leaves a snapshot that is whole: its guest did
+// not run on, so whoever gave the order may find and keep it.
+func (h *host) markSealed(ctx context.Context, report *CaptureReport) error {
+	var stopped, cancelled error
+	h.update(func() {
+		if h.phase == PhaseStopped {
+			stopped = h.whyStopped()
+		} else if cancelled = ctx.Err(); cancelled == nil {
+			h.phase, h.report = PhaseSealed, report
+		}
+	})
+	if cancelled != nil {
+		return h.discard(report.Snapshot.ID, cancelled)
+	}
+	return stopped
+}
+
+// discard removes a snapshot that was written whole but will not be sealed.
+func (h *host) discard(id snapshot.ID, cause error) error {
+	if err := h.repo.Delete(context.Background(), id); err != nil {
+		return fmt.Errorf("%w; and its snapshot could not be removed: %v", cause, err)
+	}
+	return cause
+}
+
+// dirtyPages finds what may differ from the parent. Without a parent the
+// machine was booted over zeros, and what is not dirty is zero.
+func (h *host) dirtyPages(ctx context.Context, full bool) ([]page.Run, error) {
+	if full || h.cfg.FullCapture {
+		return []page.Run{{First: 0, Count: uint64(h.shape.MemoryBytes() / page.Size)}}, nil
+	}
+	return h.machine.DirtyPages(ctx)
+}
+
+// freeze stops the user's processes in the guest.
+func (h *host) freeze(ctx context.Context, req CaptureRequest) (warnings []string, err error) {
+	ctx, cancel := context.WithTimeout(ctx, h.limits.freeze)
+	defer cancel()
+	ctx, stop := h.whileRunning(ctx)
+	defer stop()
+	resp, err := h.agent.Freeze(ctx, h.token, guestapi.FreezeRequest{Attempt: req.Attempt, Deadline: req.Deadline})
+	if err != nil {
+		return nil, h.guestError("freeze", err)
+	}
+	return resp.Warnings, nil
+}
+
+// goOn lets the guest run after a capture that will not be. If the VMM did not
+// let it, the phase stays PhaseCapturing and a thaw tries again. An agent that
+// does not answer thaws by itself after its deadline.
+func (h *host) goOn(attempt uint64) error {
+	// Nobody may take the guest for sealed once it has run on.
+	if err := h.enter(PhaseCapturing); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), h.limits.thaw)
+	defer cancel()
+	if err := h.machine.Run(ctx); err != nil {
+		if h.hasExited() {
+			return h.exitError()
+		}
+		return err
+	}
+	running, stop := h.whileRunning(ctx)
+	defer stop()
+	err := h.agent.Thaw(running, h.token, guestapi.ThawRequest{Attempt: attempt, UnixNano: time.Now().UnixNano()})
+	if err != nil {
+		err = h.guestError("thaw", err)
+	}
+	return errors.Join(err, h.enter(PhaseRunning))
+}
+
+// thaw gives an attempt up: one under way is cancelled, a sealed one is opened.
+func (h *host) thaw(ctx context.Context, req ThawRequest) error {
+	h.refuse(req.Attempt)
+	h.mu.Lock()
+	if h.cancel != nil && h.attempt <= req.Attempt {
+		h.cancel()
+	}
+	h.mu.Unlock()
+	end, err := h.begin(ctx, PhaseRunning, PhaseCapturing, PhaseSealed)
+	if err != nil {
+		return err
+	}
+	defer end()
+	if s, _ := h.status(); s.Phase != PhaseRunning && s.Attempt <= req.Attempt {
+		return h.goOn(req.Attempt)
+	}
+	return nil
+}

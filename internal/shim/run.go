@@ -1,0 +1,50 @@
+package shim
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+
+	"github.com/hibernacle/hibernacle/internal/vmm"
+	"github.com/hibernacle/hibernacle/internal/vmm/qemu"
+)
+
+func memDir(dir string) string { return filepath.Join(dir, "mem") }
+
+// NewDriver returns the driver that cfg chooses.
+func NewDriver(cfg DriverConfig) *qemu.Driver {
+	return qemu.New(qemu.Config{
+		Binary: cfg.Binary, Accel: cfg.Accel, CPUModel: cfg.CPUModel,
+		MachineType: cfg.MachineType, WrapCommand: cfg.WrapCommand,
+	})
+}
+
+// Run is the whole of "hib shim CONFIG", where config is a Config as JSON.
+// Standard input is the lifeline, standard output tells when the shim is ready.
+func Run(ctx context.Context, config string) error {
+	return run(ctx, config, func(cfg DriverConfig) vmm.Driver { return NewDriver(cfg) })
+}
+
+func run(ctx context.Context, config string, newDriver func(DriverConfig) vmm.Driver) error {
+	var cfg Config
+	if err := json.Unmarshal([]byte(config), &cfg); err != nil {
+		return fmt.Errorf("shim: configuration: %w", err)
+	}
+	log := slog.New(slog.NewJSONHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn})).With("vm", cfg.VM)
+	ctx, stop := signal.NotifyContext(ctx, syscall.SIGTERM)
+	defer stop()
+	signal.Ignore(syscall.SIGPIPE, syscall.SIGHUP, syscall.SIGINT)
+	return Serve(ctx, cfg, newDriver(cfg.Driver), ServeOptions{
+		Lifeline: os.Stdin,
+		Ready: func() {
+			_, _ = os.Stdout.Write(readyAnswer) // a parent that is gone ends the lifeline too
+			_ = os.Stdout.Close()
+		},
+		Log: log,
+	})
+}

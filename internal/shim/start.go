@@ -1,0 +1,290 @@
+package shim
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"fmt"
+	"net"
+	"time"
+
+	"github.com/hibernacle/hibernacle/internal/failpoint"
+	"github.com/hibernacle/hibernacle/internal/guestapi"
+	"github.com/hibernacle/hibernacle/internal/vmm"
+	"github.com/hibernacle/hibernacle/internal/vnet"
+)
+
+// limits say how long a guest may take: bounds against hanging.
+type limits struct{ boot, init, freeze, thaw time.Duration }
+
+// defaultLimits are generous enough for an emulated machine on a loaded host.
+var defaultLimits = limits{boot: 5 * time.Minute, init: 60 * time.Second, freeze: 10 * time.Second, thaw: 30 * time.Second}
+
+// The failpoints of a resume, in order.
+const (
+	failBound    = "shim.resume.bound"
+	failLoaded   = "shim.resume.loaded"
+	failUnpaused = "shim.resume.unpaused"
+	failInit     = "shim.resume.init"
+)
+
+// stopwatch measures phases that follow each other.
+type stopwatch struct {
+	last   time.Time
+	phases map[string]float64
+}
+
+func newStopwatch() *stopwatch {
+	return &stopwatch{last: time.Now(), phases: map[string]float64{}}
+}
+
+// lap ends the phase name.
+func (s *stopwatch) lap(name string) {
+	now := time.Now()
+	s.phases[name] += float64(now.Sub(s.last).Microseconds()) / 1000
+	s.last = now
+}
+
+// attach gives the machine its console file and its egress policy.
+func (h *host) attach(a Attach) error {
+	policy, err := vnet.ParsePolicy(a.Allow, a.Deny)
+	if err != nil {
+		return errorf(CodeInvalid, "egress policy: %v", err)
+	}
+	h.net.SetPolicy(policy)
+	return h.console.attach(a.Console)
+}
+
+// boot lets a cold machine start and waits until its agent has done its init.
+func (h *host) boot(ctx context.Context, req BootRequest) (StartReport, error) {
+	end, err := h.begin(ctx, PhasePrepared)
+	if err != nil {
+		return StartReport{}, err
+	}
+	defer end()
+	if !h.cold {
+		return StartReport{}, errorf(CodeInvalid, "the machine was prepared for a snapshot, not to boot")
+	}
+	if err := h.attach(req.Attach); err != nil {
+		return StartReport{}, err
+	}
+	return h.start(func() (StartReport, error) {
+		ctx, cancel := context.WithTimeout(ctx, h.limits.boot)
+		defer cancel()
+		watch := newStopwatch()
+		if err := h.machine.Run(ctx); err != nil {
+			return StartReport{}, err
+		}
+		watch.lap("unpause")
+		return h.welcome(ctx, req.Init, watch)
+	})
+}
+
+// start brings the machine up. One that did not come up as it should is ended:
+// its guest must not run on without its init, and its VMM cannot be used again.
+func (h *host) start(up func() (StartReport, error)) (StartReport, error) {
+	if err := h.enter(PhaseStarting); err != nil {
+		return StartReport{}, err
+	}
+	report, err := up()
+	if err == nil {
+		err = h.enter(PhaseRunning)
+	}
+	if err == nil {
+		return report, nil
+	}
+	if h.hasExited() {
+		return StartReport{}, h.exitError()
+	}
+	h.endMachine()
+	h.update(func() { h.exit = &vmm.Exit{Reason: vmm.ReasonClosed, Detail: "it did not start: " + err.Error()} })
+	return StartReport{}, err
+}
+
+// resume binds a prepared machine to a snapshot, lets it run and waits until
+// its agent has done its init.
+func (h *host) resume(ctx context.Context, req ResumeRequest) (StartReport, error) {
+	end, err := h.begin(ctx, PhasePrepared)
+	if err != nil {
+		return StartReport{}, err
+	}
+	defer end()
+	if h.cold {
+		return StartReport{}, errorf(CodeInvalid, "the machine was prepared to boot, not for a snapshot")
+	}
+	if err := h.attach(req.Attach); err != nil {
+		return StartReport{}, err
+	}
+	return h.start(func() (StartReport, error) { return h.wake(ctx, req) })
+}
+
+// wake is resume, once it is settled that this machine shall be that guest's.
+func (h *host) wake(ctx context.Context, req ResumeRequest) (StartReport, error) {
+	watch := newStopwatch()
+	state, err := h.bind(ctx, req)
+	if err != nil {
+		return StartReport{}, err
+	}
+	watch.lap("bind")
+	if err := failpoint.Hit(ctx, failBound); err != nil {
+		return StartReport{}, err
+	}
+	if err := h.machine.LoadState(ctx, bytes.NewReader(state)); err != nil {
+		return StartReport{}, fmt.Errorf("load state of snapshot %s: %w", req.Snapshot.ID, err)
+	}
+	watch.lap("state")
+	if err := failpoint.Hit(ctx, failLoaded); err != nil {
+		return StartReport{}, err
+	}
+	if err := h.machine.Run(ctx); err != nil {
+		return StartReport{}, err
+	}
+	watch.lap("unpause")
+	if err := failpoint.Hit(ctx, failUnpaused); err != nil {
+		return StartReport{}, err
+	}
+	req.Init.SleptSeconds = max(0, time.Since(h.parent.Metadata().CreatedAt).Seconds())
+	ctx, cancel := context.WithTimeout(ctx, h.limits.init)
+	defer cancel()
+	return h.welcome(ctx, req.Init, watch)
+}
+
+// bind opens the snapshot, checks that this machine can load it and gives its
+// memory to the pager. It returns the device state.
+func (h *host) bind(ctx context.Context, req ResumeRequest) ([]byte, error) {
+	snap, err := h.repo.Open(ctx, req.Snapshot)
+	if err != nil {
+		return nil, err
+	}
+	meta := snap.Metadata()
+	state, err := snap.State(ctx)
+	switch {
+	case err != nil:
+	case meta.MemoryBytes != h.shape.MemoryBytes():
+		err = errorf(CodeMismatch, "snapshot %s holds %d bytes of memory, this machine has %d", meta.ID, meta.MemoryBytes, h.shape.MemoryBytes())
+	default:
+		if diff := req.Key.Diff(vmm.Key(meta.Key)); diff != "" {
+			err = errorf(CodeMismatch, "snapshot %s fits another machine: %s", meta.ID, diff)
+		} else {
+			err = h.slot.Bind(snap)
+		}
+	}
+	if err != nil {
+		_ = snap.Close()
+		return nil, err
+	}
+	h.parent, h.token = snap, meta.ControlToken
+	return state, nil
+}
+
+// welcome makes the guest ready for its first request.
+func (h *host) welcome(ctx context.Context, init guestapi.InitRequest, watch *stopwatch) (StartReport, error) {
+	resp, err := h.initGuest(ctx, init)
+	if err != nil {
+		return StartReport{}, err
+	}
+	watch.lap("guest_init")
+	if err := failpoint.Hit(ctx, failInit); err != nil {
+		return StartReport{}, err
+	}
+	for step, ms := range resp.Steps {
+		watch.phases["guest_init."+step] = ms
+	}
+	stats := h.slot.Stats()
+	return StartReport{Phases: watch.phases, BytesRead: stats.BytesRead, Faults: stats.Reads, Warnings: resp.Warnings}, nil
+}
+
+// initGuest calls the agent's init until it is there to answer. The clock that
+// it is told is read when the connection stands, so waiting does not age it.
+func (h *host) initGuest(ctx context.Context, req guestapi.InitRequest) (guestapi.InitResponse, error) {
+	ctx, cancel := h.whileRunning(ctx)
+	defer cancel()
+	req.Entropy = make([]byte, 64)
+	rand.Read(req.Entropy)
+	conn, err := h.dialAgent(ctx)
+	if err != nil {
+		return guestapi.InitResponse{}, h.guestError("reach the agent", err)
+	}
+	defer conn.Close()
+	once := guestapi.NewClient(func(context.Context) (net.Conn, error) { return conn, nil })
+	defer once.Close()
+	sent := time.Now()
+	req.UnixNano = sent.UnixNano()
+	resp, err := once.Init(ctx, h.token, req)
+	if err != nil {
+		return guestapi.InitResponse{}, h.guestError("init", err)
+	}
+	if req.Identity != nil {
+		h.token = req.Identity.ControlToken
+	}
+	// How late the call may have reached the agent: what it did there counts not.
+	late := time.Since(sent)
+	for _, ms := range resp.Steps {
+		late -= time.Duration(ms * float64(time.Millisecond))
+	}
+	return resp, h.syncClock(ctx, late)
+}
+
+// clockTolerance is how wrong a guest's clock may be left: half of the second
+// that is promised.
+const clockTolerance = 500 * time.Millisecond
+
+// syncClock sets the guest's clock again until the call that did so was quick
+// enough: on a loaded host an init may have been under way for seconds.
+func (h *host) syncClock(ctx context.Context, late time.Duration) error {
+	for try := 0; late > clockTolerance && try < 20; try++ {
+		conn, err := h.dialAgent(ctx)
+		if err != nil {
+			return h.guestError("reach the agent", err)
+		}
+		once := guestapi.NewClient(func(context.Context) (net.Conn, error) { return conn, nil })
+		sent := time.Now()
+		err = once.Clock(ctx, h.token, guestapi.ClockRequest{UnixNano: sent.UnixNano()})
+		late = time.Since(sent)
+		once.Close()
+		_ = conn.Close()
+		if err != nil {
+			return h.guestError("set the clock", err)
+		}
+	}
+	return nil
+}
+
+// dialAgent connects to the agent, again and again until it listens.
+func (h *host) dialAgent(ctx context.Context) (net.Conn, error) {
+	for pause := 2 * time.Millisecond; ; pause = min(2*pause, 100*time.Millisecond) {
+		attempt, cancel := context.WithTimeout(ctx, 5*time.Second)
+		conn, err := h.dialGuest(attempt, guestapi.Port, true)
+		cancel()
+		if err == nil {
+			return conn, nil
+		}
+		select {
+		case <-ctx.Done():
+			return nil, fmt.Errorf("%w (last: %v)", ctx.Err(), err)
+		case <-time.After(pause):
+		}
+	}
+}
+
+// whileRunning ends the context when the machine does.
+func (h *host) whileRunning(ctx context.Context) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancel(ctx)
+	stop := make(chan struct{})
+	go func() {
+		select {
+		case <-h.machine.Exited():
+			cancel()
+		case <-stop:
+		}
+	}()
+	return ctx, func() { close(stop); cancel() }
+}
+
+// guestError says why a call to the agent failed: that the machine ended, if it did.
+func (h *host) guestError(what string, err error) error {
+	if h.hasExited() {
+		return h.exitError()
+	}
+	return errorf(CodeGuest, "%s: %v", what, err)
+}

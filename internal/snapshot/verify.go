@@ -1,0 +1,227 @@
+package snapshot
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+
+	"github.com/hibernacle/hibernacle/internal/blob"
+	"github.com/hibernacle/hibernacle/internal/pack"
+)
+
+// Usage counts objects of one kind.
+type Usage struct {
+	Objects int   `json:"objects"`
+	Bytes   int64 `json:"bytes"`
+}
+
+// Status says what the store holds.
+type Status struct {
+	Manifests Usage `json:"manifests"`
+	States    Usage `json:"states"`
+	Packs     Usage `json:"packs"`
+}
+
+// Status counts the objects in the store.
+func (r *Repository) Status(ctx context.Context) (Status, error) {
+	var s Status
+	for prefix, u := range map[string]*Usage{manifestPrefix: &s.Manifests, statePrefix: &s.States, packPrefix: &s.Packs} {
+		objects, err := r.list(ctx, prefix)
+		if err != nil {
+			return Status{}, fmt.Errorf("look at snapshots: %w", err)
+		}
+		u.Objects = len(objects)
+		for _, size := range objects {
+			u.Bytes += size
+		}
+	}
+	return s, nil
+}
+
+// Verify reads every object in the store and checks every hash. progress, if
+// not nil, is called with the bytes read so far and those to be read, now and
+// then. It returns how many objects and bytes it looked at, and what is wrong
+// with them: one fault per object, which names it and wraps ErrMissing,
+// ErrCorrupt or ErrVersion where it can. err says why the check itself could
+// not go on. Objects that are deleted meanwhile are no fault.
+func (r *Repository) Verify(ctx context.Context, progress func(done, total int64)) (objects int, bytes int64, faults []error, err error) {
+	v := verification{repo: r, progress: progress, named: make(map[ID]*namedPack)}
+	if err := v.run(ctx); err != nil {
+		return v.objects, v.bytes, v.faults, fmt.Errorf("verify snapshots: %w", err)
+	}
+	return v.objects, v.bytes, v.faults, nil
+}
+
+// verification is a Verify under way.
+type verification struct {
+	repo     *Repository
+	progress func(done, total int64)
+	total    int64
+	objects  int
+	bytes    int64
+	faults   []error
+	named    map[ID]*namedPack
+}
+
+// namedPack is a pack as manifests record it.
+type namedPack struct {
+	summary pack.Summary
+	by      []ID // manifests
+}
+
+func (v *verification) run(ctx context.Context) error {
+	var lists [3]map[ID]int64
+	for i, prefix := range []string{manifestPrefix, statePrefix, packPrefix} {
+		l, err := v.repo.list(ctx, prefix)
+		if err != nil {
+			return err
+		}
+		for _, size := range l {
+			v.total += size
+		}
+		lists[i] = l
+	}
+	manifests, states, packs := lists[0], lists[1], lists[2]
+	for _, id := range slices.Sorted(maps.Keys(manifests)) {
+		if err := v.manifest(ctx, id, manifests[id], states); err != nil {
+			return err
+		}
+	}
+	for _, id := range slices.Sorted(maps.Keys(states)) { // without a manifest
+		if err := v.object(ctx, states[id], v.unlessDeleted(ctx, v.repo.checkState(ctx, id, nil))); err != nil {
+			return err
+		}
+	}
+	for id := range v.named {
+		if _, ok := packs[id]; !ok {
+			packs[id] = 0
+		}
+	}
+	for _, id := range slices.Sorted(maps.Keys(packs)) {
+		if err := v.pack(ctx, id); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// object counts an object of size bytes, all of them read, and takes what is
+// wrong with it as a fault.
+func (v *verification) object(ctx context.Context, size int64, fault error) error {
+	v.objects++
+	if err := v.read(ctx, size); err != nil {
+		return err
+	}
+	return v.fault(ctx, fault)
+}
+
+// fault records a fault, unless it only says that the check was cancelled.
+func (v *verification) fault(ctx context.Context, err error) error {
+	if cerr := ctx.Err(); cerr != nil {
+		return cerr
+	}
+	if err != nil {
+		v.faults = append(v.faults, err)
+	}
+	return nil
+}
+
+// read counts bytes.
+func (v *verification) read(ctx context.Context, n int64) error {
+	v.bytes += n
+	if v.progress != nil {
+		v.progress(v.bytes, max(v.bytes, v.total))
+	}
+	return ctx.Err()
+}
+
+// manifest checks a manifest and its state file, which it takes off states.
+func (v *verification) manifest(ctx context.Context, id ID, size int64, states map[ID]int64) error {
+	m, _, lerr := v.repo.load(ctx, id)
+	if errors.Is(lerr, ErrMissing) {
+		return nil // deleted since it was listed
+	}
+	if err := v.object(ctx, size, lerr); err != nil || lerr != nil {
+		return err
+	}
+	for _, p := range m.packs {
+		n, ok := v.named[p.id]
+		if !ok {
+			n = &namedPack{summary: p.summary}
+			v.named[p.id] = n
+		}
+		n.by = append(n.by, id)
+		if n.summary != p.summary {
+			v.faults = append(v.faults, corrupt(manifestKey(id), "it records pack %s differently than %s", p.id, n.by[0]))
+		}
+	}
+	stateSize := states[id]
+	delete(states, id)
+	err := v.repo.checkState(ctx, id, &m.state)
+	return v.object(ctx, stateSize, v.unlessDeleted(ctx, err, id))
+}
+
+// unlessDeleted returns err, but nil if it says that an object is missing which
+// none of the snapshots by needs any more: they were deleted meanwhile.
+func (v *verification) unlessDeleted(ctx context.Context, err error, by ...ID) error {
+	if !errors.Is(err, ErrMissing) {
+		return err
+	}
+	for _, id := range by {
+		if _, serr := v.repo.store.Stat(ctx, manifestKey(id)); !errors.Is(serr, blob.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
+}
+
+// checkState verifies a state file, against the manifest's record if there is one.
+func (r *Repository) checkState(ctx context.Context, id ID, want *stateRef) error {
+	o, err := r.store.Open(ctx, stateKey(id))
+	if err != nil {
+		return objectError(stateKey(id), err)
+	}
+	defer o.Close()
+	if want != nil {
+		_, err = readState(o, id, *want)
+		return err
+	}
+	if o.Size() > maxState+stateOverhead {
+		return corrupt(stateKey(id), "%d bytes are too many", o.Size())
+	}
+	b, err := readObject(o, stateKey(id))
+	if err == nil {
+		_, err = parseState(id, b)
+	}
+	return err
+}
+
+// pack checks a pack, against the manifests' record if there is one.
+func (v *verification) pack(ctx context.Context, id ID) error {
+	v.objects++
+	var want *pack.Summary
+	var by []ID
+	if n, ok := v.named[id]; ok {
+		want, by = &n.summary, n.by
+	}
+	o, err := v.repo.store.Open(ctx, packKey(id))
+	if err != nil {
+		return v.fault(ctx, v.unlessDeleted(ctx, objectError(packKey(id), err), by...))
+	}
+	defer o.Close()
+	p, err := pack.Open(o, o.Size(), want, nil)
+	if err != nil {
+		return v.fault(ctx, objectError(packKey(id), err))
+	}
+	left := o.Size()
+	err = p.Verify(func(n int64) error {
+		left -= n
+		return v.read(ctx, n)
+	})
+	if err := v.fault(ctx, objectError(packKey(id), err)); err != nil {
+		return err
+	}
+	return v.read(ctx, left)
+}

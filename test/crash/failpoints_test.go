@@ -1,0 +1,87 @@
+// Package crash kills daemons and shims at named points, cuts the power under
+// the commit path, and looks at what is left.
+package crash
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/hibernacle/hibernacle/api"
+	"github.com/hibernacle/hibernacle/internal/sandbox"
+	"github.com/hibernacle/hibernacle/internal/shim"
+	"github.com/hibernacle/hibernacle/test/hibtest"
+)
+
+// TestKillAtEveryStep kills the daemon or the shim at each named step of
+// create, hibernate, resume and delete, starts the daemon again and checks that
+// the last acknowledged state is there, that nothing half-written shows and
+// that no VMM is left.
+func TestKillAtEveryStep(t *testing.T) {
+	d := hibtest.Start(t)
+	id := d.Create("--memory", "512")
+	srv := d.StartServer(id, 5, 8000)
+	d.Hib("hibernate", id)
+	for _, point := range append(append([]string{}, sandbox.Failpoints...), shim.Failpoints...) {
+		t.Run(point, func(t *testing.T) {
+			last := srv.Get("/")
+			d.Shell(id, "date >> log; sync")
+			acknowledged := d.Shell(id, "wc -l < log")
+			d.Hib("hibernate", id)
+
+			d.Restart("HIB_FAILPOINT=" + point + "=kill")
+			victim := ""
+			reached := false
+			for _, step := range [][]string{{"resume", id}, {"hibernate", id}, {"create", "base", "--memory", "512"}, {"rm", "--force"}} {
+				if step[0] == "rm" {
+					if victim == "" {
+						continue
+					}
+					step = append(step, victim)
+				}
+				out, stderr, code := d.Try(step...)
+				if code != 0 {
+					t.Logf("hib %s: exit %d: %s", strings.Join(step, " "), code, strings.TrimSpace(stderr))
+					reached = true
+					break
+				}
+				if step[0] == "create" {
+					victim = strings.TrimSpace(out)
+				}
+			}
+			if !reached {
+				t.Fatal("the failpoint was never reached")
+			}
+			d.Restart()
+			if sb := d.Inspect(id); sb.State == api.StateFailed {
+				t.Logf("failed: %s", sb.Reason)
+				if sb.Reason == "" {
+					t.Error("failed without a reason")
+				}
+				d.Hib("resume", id)
+			} else if sb.State != api.StateStandby && sb.State != api.StateRunning {
+				t.Errorf("after the restart the sandbox is %s", sb.State)
+			}
+			now := srv.Get("/sum")
+			if now.PID != last.PID || now.Counter < last.Counter || now.Sum != srv.WantSum() {
+				t.Errorf("the server says %+v, before %+v", now, last)
+			}
+			if lines := d.Shell(id, "wc -l < log"); lines != acknowledged {
+				t.Errorf("%s lines in the log, want %s", lines, acknowledged)
+			}
+			d.Hib("store", "verify")
+			for _, sb := range d.List() {
+				if sb.ID != id {
+					d.Hib("rm", "--force", sb.ID)
+				}
+			}
+			if n := len(d.Shims()); n != 1 {
+				t.Errorf("%d machines run, want 1", n)
+			}
+			d.Hib("hibernate", id)
+			d.Settle()
+			if left := d.Processes(); len(left) > 0 {
+				t.Errorf("left behind: %v", left)
+			}
+		})
+	}
+}
