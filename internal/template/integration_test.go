@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"fmt"
 	"io/fs"
 	"os"
 	"os/exec"
@@ -96,12 +97,12 @@ func boot(t *testing.T, a Artifacts) {
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, qemu,
-		"-machine", "q35,accel=tcg,sata=off,smbus=off,i8042=off,usb=off,hpet=off,graphics=off",
+		"-machine", "q35,nvdimm=on,accel=tcg,sata=off,smbus=off,i8042=off,usb=off,hpet=off,graphics=off",
 		"-m", "512,maxmem=4G,slots=2", "-cpu", "max", "-nodefaults", "-no-user-config", "-no-reboot",
 		"-display", "none", "-serial", "stdio",
 		"-object", "memory-backend-file,id=pm,share=off,readonly=on,mem-path="+a.BaseImage+",size="+strconv.FormatInt(a.BaseBytes, 10),
-		"-device", "virtio-pmem-pci,memdev=pm",
-		"-kernel", a.Kernel, "-initrd", a.Initrd, "-append", a.Cmdline)
+		"-device", "nvdimm,memdev=pm,unarmed=on,addr=0x100000000",
+		"-kernel", a.Kernel, "-initrd", a.Initrd, "-append", fmt.Sprintf("%s memmap=%d!0x100000000", a.Cmdline, a.BaseBytes))
 	var console bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &console, &console
 	begin := time.Now()
