@@ -217,7 +217,10 @@ func (f Folders) announce(url string) error {
 }
 
 // withdraw takes the announcement back.
-func (f Folders) withdraw() { os.Remove(filepath.Join(f.Data, api.DaemonFile)) }
+func (f Folders) withdraw() {
+	_ = os.Remove(filepath.Join(f.Data, api.DaemonFile))
+	_ = os.Remove(f.Run) // fails, rightly, while machines run on
+}
 
 // writeFile replaces a file as a whole.
 func writeFile(path string, mode fs.FileMode, content []byte) error {
