@@ -134,7 +134,7 @@ func (a *app) selfTest(ctx context.Context, o doctorOptions, program, data strin
 	err = t.Run(ctx)
 	p.end()
 	if err != nil {
-		return hintError{fmt.Errorf("the self-test failed: %w", err), "the daemon's log is at " + log.Name()}
+		return hintError{"the self-test failed", err, "the daemon's log is at " + log.Name()}
 	}
 	if !a.json {
 		fmt.Fprintln(a.Out, "\nThe self-test passed: a sandbox slept and woke where it was.")

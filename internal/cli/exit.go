@@ -50,13 +50,21 @@ func (e usageError) Error() string { return e.err.Error() }
 
 func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
 
-// hintError is an error of the command line's own with what to do about it.
+// hintError says what could not be done because of err, and what to do about
+// it.
 type hintError struct {
+	what string // "" leaves err to speak for itself
 	err  error
 	hint string
 }
 
-func (e hintError) Error() string { return e.err.Error() }
+func (e hintError) Error() string {
+	if e.what == "" {
+		return e.err.Error()
+	}
+	return e.what + ": " + e.err.Error()
+}
+
 func (e hintError) Unwrap() error { return e.err }
 
 // commandExit is the exit code of a command in a sandbox; nothing is said of it.
@@ -92,48 +100,45 @@ func execExitCode(err error) int {
 	return exitExec
 }
 
-// describe returns what is said of an error: what happened, and a hint. ""
-// means nothing.
+// describe returns what is said of an error: what happened, and what to do
+// about it. "" means nothing.
 func describe(err error) string {
-	var (
-		usage       usageError
-		hinted      hintError
-		daemon      *client.Error
-		remote      *connect.Error
-		exit        commandExit
-		what, hints = "", []string(nil)
-	)
-	switch {
-	case err == nil, errors.As(err, &exit):
+	if _, ok := errors.AsType[commandExit](err); ok || err == nil {
 		return ""
-	case errors.As(err, &daemon):
-		what, hints = daemon.Message, []string{daemon.Hint}
-	case errors.Is(err, client.ErrUnreachable):
-		what, hints = unreachable(err), []string{"start it with: hib serve"}
-	case errors.Is(err, context.Canceled):
-		what = "interrupted"
-	case errors.As(err, &remote):
-		what = remote.Message()
-	default:
-		what = err.Error()
 	}
-	if errors.As(err, &hinted) {
-		hints = append(hints, hinted.hint)
-		if daemon == nil && remote == nil {
-			what = hinted.Error()
-		}
-	}
-	if errors.As(err, &usage) || strings.HasPrefix(what, "unknown command") {
-		hints = append(hints, "see: hib --help")
-	}
-	var text strings.Builder
-	text.WriteString(what)
+	what, hints := explain(err)
 	for _, h := range hints {
 		if h != "" {
-			text.WriteString(". " + h)
+			what += ". " + h
 		}
 	}
-	return printable(text.String())
+	return printable(what)
+}
+
+func explain(err error) (what string, hints []string) {
+	if h, ok := errors.AsType[hintError](err); ok {
+		what, hints = explain(h.err)
+		if h.what != "" {
+			what = h.what + ": " + what
+		}
+		return what, append(hints, h.hint)
+	}
+	if e, ok := errors.AsType[*client.Error](err); ok {
+		return e.Message, []string{e.Hint}
+	}
+	if errors.Is(err, client.ErrUnreachable) {
+		return unreachable(err), []string{"start it with: hib serve"}
+	}
+	if errors.Is(err, context.Canceled) {
+		return "interrupted", nil
+	}
+	if e, ok := errors.AsType[*connect.Error](err); ok {
+		return e.Message(), nil
+	}
+	if exitCode(err) == exitUsage {
+		return err.Error(), []string{"see: hib --help"}
+	}
+	return err.Error(), nil
 }
 
 // unreachable cuts what connect and HTTP put around an error of the client.

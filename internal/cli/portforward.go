@@ -53,7 +53,7 @@ func runPortForward(ctx context.Context, a *app, id string, specs []string) erro
 	for _, f := range forwards {
 		ln, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(f.local)))
 		if err != nil {
-			return hintError{err, "LOCAL 0 takes a free port"}
+			return hintError{"", err, "LOCAL 0 takes a free port"}
 		}
 		context.AfterFunc(ctx, func() { ln.Close() })
 		fmt.Fprintf(a.Out, "%s -> %s:%d\n", ln.Addr(), sb.ID, f.port)

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/signal"
 	"syscall"
+	"time"
 
 	"connectrpc.com/connect"
 	"golang.org/x/term"
@@ -31,7 +32,7 @@ type execSession struct {
 
 var (
 	errInterrupted = errors.New("interrupted")
-	errAbandoned   = errors.New("interrupted: the process does not end")
+	errAbandoned   = errors.New("interrupted")
 )
 
 // run starts the process, or attaches to one, and follows it to its end.
@@ -163,7 +164,7 @@ func (s *execSession) lost(ctx context.Context, err error) error {
 		return err
 	}
 	return hintError{
-		fmt.Errorf("the connection to process %d was lost: %w", s.pid, err),
+		fmt.Sprintf("the connection to process %d was lost", s.pid), err,
 		fmt.Sprintf("it may go on: hib exec --attach %d %s", s.pid, s.o.id),
 	}
 }
@@ -177,45 +178,62 @@ func (s *execSession) forwardSignals(ctx context.Context) (stop func()) {
 		signal.Notify(ch, syscall.SIGWINCH)
 	}
 	go func() {
-		interrupts := 0
+		passed := 0
 		for {
 			select {
 			case <-ctx.Done():
 				return
 			case sig := <-ch:
-				if sig == syscall.SIGINT {
-					interrupts++
+				if sig == syscall.SIGWINCH {
+					s.resize(ctx)
+					continue
 				}
-				s.signal(ctx, sig.(syscall.Signal), interrupts)
+				passed++
+				s.signal(ctx, sig.(syscall.Signal), passed)
 			}
 		}
 	}()
 	return func() { signal.Stop(ch) }
 }
 
-// maxInterrupts is how many are passed on before this command gives up.
-const maxInterrupts = 3
+const (
+	maxSignals    = 3 // that are passed on before this command gives up
+	signalTimeout = 10 * time.Second
+)
 
-func (s *execSession) signal(ctx context.Context, sig syscall.Signal, interrupts int) {
-	switch {
-	case sig == syscall.SIGWINCH:
-		if s.begun() {
-			_, _ = s.procs.Update(ctx, connect.NewRequest(&process.UpdateRequest{
-				Process: s.selector(), Pty: &process.PTY{Size: s.windowSize()},
-			}))
-		}
-	case !s.begun():
+// signal passes one signal on, the passed-th.
+func (s *execSession) signal(ctx context.Context, sig syscall.Signal, passed int) {
+	if !s.begun() {
 		s.cancel(errInterrupted)
-	case interrupts > maxInterrupts:
-		s.cancel(errAbandoned)
-	default:
-		_, err := s.procs.SendSignal(ctx, connect.NewRequest(&process.SendSignalRequest{
-			Process: s.selector(), Signal: process.Signal(sig),
-		}))
-		if err != nil && connect.CodeOf(err) != connect.CodeNotFound { // it may have ended
-			s.cancel(fmt.Errorf("pass the signal on: %w", err))
-		}
+		return
 	}
+	if passed > maxSignals {
+		s.cancel(errAbandoned)
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, signalTimeout)
+	defer cancel()
+	_, err := s.procs.SendSignal(ctx, connect.NewRequest(&process.SendSignalRequest{
+		Process: s.selector(), Signal: process.Signal(sig),
+	}))
+	switch {
+	case sig == syscall.SIGHUP: // nobody looks any more
+		s.cancel(errAbandoned)
+	case err != nil && connect.CodeOf(err) != connect.CodeNotFound: // it may have ended
+		s.cancel(fmt.Errorf("pass the signal on: %w", err))
+	}
+}
+
+// resize gives the process's terminal the size of the one here.
+func (s *execSession) resize(ctx context.Context) {
+	if !s.begun() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, signalTimeout)
+	defer cancel()
+	_, _ = s.procs.Update(ctx, connect.NewRequest(&process.UpdateRequest{
+		Process: s.selector(), Pty: &process.PTY{Size: s.windowSize()},
+	}))
 }
 
 // windowSize returns the size of the terminal here, or a common one.

@@ -78,7 +78,7 @@ func runStoreVerify(ctx context.Context, a *app) error {
 		fmt.Fprintf(a.Out, "%d objects, %s, %d faults\n", v.Objects, size(v.Bytes), len(v.Faults))
 	}
 	if n := len(v.Faults); n > 0 {
-		return hintError{fmt.Errorf("the store has %d faults", n), "sandboxes that need these objects can't be resumed"}
+		return hintError{"", fmt.Errorf("the store has %d faults", n), "sandboxes that need these objects can't be resumed"}
 	}
 	return nil
 }

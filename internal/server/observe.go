@@ -67,7 +67,7 @@ func (s *Server) recovered(w *observedWriter, v any, id string) {
 
 func (s *Server) logRequest(r *http.Request, w *observedWriter, err error, id string, d time.Duration) {
 	level := slog.LevelDebug
-	if w.status >= 500 {
+	if w.status >= 500 && r.Context().Err() == nil { // a client that left is no fault
 		level = slog.LevelWarn
 	}
 	attrs := []slog.Attr{
