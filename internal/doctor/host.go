@@ -23,7 +23,7 @@ func (h Host) account() []Check {
 	const name = "account"
 	a, err := daemon.LookupAccount(h.User)
 	if err != nil {
-		return []Check{fail(name, err.Error(), "")}
+		return []Check{fail(name, err.Error(), "name one that exists with --user"), writable(h.Data)}
 	}
 	who := pass(name, fmt.Sprintf("shims and VMMs run as %s (%d)", a.Name, a.UID))
 	if a.UID != os.Geteuid() && a.Name == "nobody" {
@@ -84,7 +84,7 @@ func memory() Check {
 	const name = "memory"
 	available, err := memAvailable()
 	if err != nil {
-		return warn(name, err.Error(), "")
+		return warn(name, err.Error(), "mount /proc")
 	}
 	detail := fmt.Sprintf("%.1f GiB available", float64(available)/gib)
 	switch {

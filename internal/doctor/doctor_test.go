@@ -1,0 +1,78 @@
+package doctor
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/hibernacle/hibernacle/internal/shim"
+)
+
+// find returns the check of a name.
+func find(t *testing.T, checks []Check, name string) Check {
+	t.Helper()
+	for _, c := range checks {
+		if c.Name == name {
+			return c
+		}
+	}
+	t.Fatalf("no check %q", name)
+	return Check{}
+}
+
+func TestEveryCheckSaysWhatItFound(t *testing.T) {
+	checks := Run(t.Context(), Host{Data: filepath.Join(t.TempDir(), "data"), Program: "/bin/true"})
+	names := map[string]bool{}
+	for _, c := range checks {
+		if names[c.Name] {
+			t.Errorf("two checks are called %q", c.Name)
+		}
+		names[c.Name] = true
+		if c.Detail == "" {
+			t.Errorf("%s says nothing", c.Name)
+		}
+		if (c.Status == OK) != (c.Fix == "") {
+			t.Errorf("%s: status %s, fix %q", c.Name, c.Status, c.Fix)
+		}
+	}
+	if c := find(t, checks, "platform"); c.Status != OK {
+		t.Errorf("%+v", c)
+	}
+	if c := find(t, checks, "data folder"); c.Status != OK {
+		t.Errorf("%+v", c)
+	}
+}
+
+func TestFailures(t *testing.T) {
+	h := Host{Data: "/proc/none", User: "no-such-account", Program: "/bin/true", Driver: shim.DriverConfig{Binary: "no-such-qemu"}}
+	checks := Run(t.Context(), h)
+	for _, name := range []string{"qemu", "account", "disk"} {
+		if c := find(t, checks, name); c.Status != Fail || c.Fix == "" {
+			t.Errorf("%+v", c)
+		}
+	}
+	if !Failed(checks) {
+		t.Error("nothing failed")
+	}
+}
+
+func TestExisting(t *testing.T) {
+	dir := t.TempDir()
+	if got := existing(filepath.Join(dir, "a", "b")); got != dir {
+		t.Errorf("%s", got)
+	}
+	if got := existing(dir); got != dir {
+		t.Errorf("%s", got)
+	}
+}
+
+func TestLongRuntimeFolder(t *testing.T) {
+	if os.Geteuid() == 0 {
+		t.Skip("root's is in /run")
+	}
+	t.Setenv("XDG_RUNTIME_DIR", "/"+strings.Repeat("x", 90))
+	if c := (Host{Data: "/data"}).sockets(); c.Status != Fail {
+		t.Errorf("%+v", c)
+	}
+}
