@@ -107,7 +107,9 @@ func TestTemplatesAndStore(t *testing.T) {
 	if s, err := c.StoreStatus(ctx); err != nil || s.Packs != 2 {
 		t.Fatalf("%+v %v", s, err)
 	}
-	core.Fail = func(string) error { return &sandbox.Error{Kind: sandbox.ErrNoSpace, Message: "full", Hint: "free some"} }
+	core.Fail = func(string) error {
+		return &sandbox.Error{Kind: sandbox.ErrNoSpace, Message: "full", Hint: "free some"}
+	}
 	_, err = c.BuildTemplate(ctx, api.BuildRequest{Name: "py"}, nil)
 	var e *client.Error
 	if !errors.As(err, &e) || e.Code != api.CodeNoSpace || e.Hint != "free some" || e.RequestID == "" {
