@@ -170,7 +170,7 @@ func TestDiesWithItsParent(t *testing.T) {
 		select {}
 	}
 	parent := exec.Command(os.Args[0], "-test.run=^"+t.Name()+"$")
-	parent.Env = append(os.Environ(), role+"=1")
+	parent.Env = append(os.Environ(), role+"=1", "TMPDIR="+t.TempDir()) // it cannot clean up itself
 	out, err := parent.StdoutPipe()
 	check(t, err)
 	check(t, parent.Start())

@@ -91,6 +91,7 @@ func (s Setup) Start(t testing.TB, rig *Rig) vmm.Machine {
 	m, err := s.Driver.Start(s.Context(t), rig.Spec)
 	must(t, err)
 	t.Cleanup(func() { m.Close() })
+	rig.Console.machine = m
 	return m
 }
 
@@ -210,6 +211,8 @@ func checkSteps(t testing.TB, steps []step) {
 
 // Console takes what a guest prints.
 type Console struct {
+	machine vmm.Machine // that prints
+
 	mu      sync.Mutex
 	text    []byte
 	changed chan struct{} // closed and replaced with each write
@@ -273,6 +276,11 @@ func (c *Console) wait(ctx context.Context, t testing.TB, n int) []step {
 		}
 		select {
 		case <-changed:
+		case <-c.machine.Exited(): // after its last words were written
+			if steps, _ := c.steps(); len(steps) >= n {
+				return steps
+			}
+			t.Fatalf("the machine ended: %+v; it printed:\n%s", c.machine.Exit(), c)
 		case <-ctx.Done():
 			t.Fatalf("%d steps in time, want %d; the guest printed:\n%s", len(steps), n, c)
 		}
