@@ -51,7 +51,9 @@ func Main(log *slog.Logger) error {
 	a := New(Config{System: NewSystem(), Log: log, Cgroup: cgroup})
 	signal.Notify(a.spawner.exits, unix.SIGCHLD)
 	go a.spawner.reapOrphans()
-	signal.Ignore(unix.SIGINT, unix.SIGTERM, unix.SIGHUP) // the first process takes no orders from those in the guest
+	// The first process takes no orders from those in the guest. Ignored signals
+	// would stay ignored in every process that it starts; those that are caught do not.
+	signal.Notify(make(chan os.Signal, 1), unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
 
 	l, err := listen(context.Background())
 	if err != nil {

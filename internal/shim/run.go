@@ -38,7 +38,7 @@ func run(ctx context.Context, config string, newDriver func(DriverConfig) vmm.Dr
 	log := slog.New(slog.NewJSONHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn})).With("vm", cfg.VM)
 	ctx, stop := signal.NotifyContext(ctx, syscall.SIGTERM)
 	defer stop()
-	signal.Ignore(syscall.SIGPIPE, syscall.SIGHUP, syscall.SIGINT)
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP, syscall.SIGINT) // not inherited by the VMM, unlike ignoring
 	return Serve(ctx, cfg, newDriver(cfg.Driver), ServeOptions{
 		Lifeline: os.Stdin,
 		Ready: func() {

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -193,8 +194,12 @@ func (d *Daemon) Goroutines() int {
 		d.t.Fatal(err)
 	}
 	defer resp.Body.Close()
+	profile, err := io.ReadAll(resp.Body) // to its end: the connection is kept
+	if err != nil {
+		d.t.Fatal(err)
+	}
 	var n int
-	if _, err := fmt.Fscanf(resp.Body, "goroutine profile: total %d", &n); err != nil {
+	if _, err := fmt.Sscanf(string(profile), "goroutine profile: total %d", &n); err != nil {
 		d.t.Fatalf("goroutine profile: %v", err)
 	}
 	return n
