@@ -27,6 +27,7 @@ type CaptureInput struct {
 	MemoryBytes int64       // size of the machine's RAM, whole pages, the same as the parent's
 	State       []byte      // vCPU and device state, at most 64 MiB
 	RAM         io.ReaderAt // the paused machine's RAM; read by one goroutine, page by page, at most 1 MiB at a time
+	WorkingSet  []page.Run  // what the guest touched first since its last resume; empty: not known
 	Dirty       []page.Run  // pages that may differ from the parent. Empty and without a parent: all pages
 }
 
@@ -96,7 +97,7 @@ func newCapture(in CaptureInput) (*capture, error) {
 	return c, nil
 }
 
-// run writes pack and state file at the same time, then the manifest.
+// run writes pack, state file and working set at the same time, then the manifest.
 func (c *capture) run(ctx context.Context, r *Repository) (Ref, error) {
 	state, err := encodeState(c.in.State)
 	if err != nil {
@@ -105,7 +106,7 @@ func (c *capture) run(ctx context.Context, r *Repository) (Ref, error) {
 	c.manifest.state = stateRefOf(state)
 	var packed pack.Summary
 	g, gctx := errgroup.WithContext(ctx)
-	var stateErr, packErr error
+	var stateErr, packErr, worksetErr error
 	g.Go(func() error {
 		stateErr = r.put(gctx, stateKey(c.in.ID), state)
 		return stateErr
@@ -114,7 +115,16 @@ func (c *capture) run(ctx context.Context, r *Repository) (Ref, error) {
 		packed, packErr = c.writePack(gctx, r)
 		return packErr
 	})
+	if len(c.in.WorkingSet) > 0 {
+		g.Go(func() error {
+			worksetErr = r.put(gctx, worksetKey(c.in.ID), encodeWorkset(c.in.WorkingSet))
+			return worksetErr
+		})
+	}
 	err = g.Wait()
+	if len(c.in.WorkingSet) > 0 && worksetErr == nil {
+		c.written = append(c.written, worksetKey(c.in.ID))
+	}
 	if stateErr == nil {
 		c.written = append(c.written, stateKey(c.in.ID))
 	}

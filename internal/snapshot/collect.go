@@ -12,7 +12,7 @@ import (
 // Collected says what Collect did.
 type Collected struct {
 	Manifests int   `json:"manifests"` // deleted
-	States    int   `json:"states"`
+	States    int   `json:"states"` // working sets go with them and are not counted
 	Packs     int   `json:"packs"`
 	Bytes     int64 `json:"bytes"`  // of all these
 	InUse     int   `json:"in_use"` // objects that stay until whoever has them open closes them
@@ -67,6 +67,10 @@ func (c *collection) run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	worksets, err := c.repo.list(ctx, worksetPrefix)
+	if err != nil {
+		return err
+	}
 	manifests, err := c.repo.list(ctx, manifestPrefix)
 	if err != nil {
 		return err
@@ -85,6 +89,14 @@ func (c *collection) run(ctx context.Context) error {
 	for id, size := range states {
 		if !remaining[id] && !c.keep[id] {
 			if err := c.delete(ctx, stateKey(id), size, &c.done.States); err != nil {
+				return err
+			}
+		}
+	}
+	var uncounted int
+	for id, size := range worksets {
+		if !remaining[id] && !c.keep[id] {
+			if err := c.delete(ctx, worksetKey(id), size, &uncounted); err != nil {
 				return err
 			}
 		}

@@ -15,6 +15,7 @@ import (
 // and State may be called at the same time, but not after Close.
 type Snapshot struct {
 	ref      Ref
+	store    blob.Store
 	manifest *manifest
 	state    blob.Object
 	packs    []*pack.Reader // as in manifest.packs

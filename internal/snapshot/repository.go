@@ -32,7 +32,7 @@ func (r *Repository) Open(ctx context.Context, ref Ref) (_ *Snapshot, err error)
 	if _, err := ParseID(string(ref.ID)); err != nil {
 		return nil, err
 	}
-	s := &Snapshot{ref: ref}
+	s := &Snapshot{ref: ref, store: r.store}
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("open snapshot %s: %w", ref.ID, errors.Join(err, s.Close()))
@@ -99,14 +99,15 @@ func (r *Repository) load(ctx context.Context, id ID) (*manifest, string, error)
 	return m, hashOf(b), nil
 }
 
-// Delete removes the snapshot id: its manifest, then its state file. Its packs
+// Delete removes the snapshot id: its manifest, then its state file and its
+// working set. Its packs
 // may be used by others and are left to Collect. A snapshot that is not there is no error;
 // one that is open is one that wraps blob.ErrInUse.
 func (r *Repository) Delete(ctx context.Context, id ID) error {
 	if _, err := ParseID(string(id)); err != nil {
 		return err
 	}
-	for _, key := range []string{manifestKey(id), stateKey(id)} {
+	for _, key := range []string{manifestKey(id), stateKey(id), worksetKey(id)} {
 		if err := r.store.Delete(ctx, key); err != nil {
 			return fmt.Errorf("delete snapshot: %w", err)
 		}

@@ -22,12 +22,13 @@ type Status struct {
 	Manifests Usage `json:"manifests"`
 	States    Usage `json:"states"`
 	Packs     Usage `json:"packs"`
+	Worksets  Usage `json:"worksets"`
 }
 
 // Status counts the objects in the store.
 func (r *Repository) Status(ctx context.Context) (Status, error) {
 	var s Status
-	for prefix, u := range map[string]*Usage{manifestPrefix: &s.Manifests, statePrefix: &s.States, packPrefix: &s.Packs} {
+	for prefix, u := range map[string]*Usage{manifestPrefix: &s.Manifests, statePrefix: &s.States, packPrefix: &s.Packs, worksetPrefix: &s.Worksets} {
 		objects, err := r.list(ctx, prefix)
 		if err != nil {
 			return Status{}, fmt.Errorf("look at snapshots: %w", err)
@@ -72,8 +73,8 @@ type namedPack struct {
 }
 
 func (v *verification) run(ctx context.Context) error {
-	var lists [3]map[ID]int64
-	for i, prefix := range []string{manifestPrefix, statePrefix, packPrefix} {
+	var lists [4]map[ID]int64
+	for i, prefix := range []string{manifestPrefix, statePrefix, packPrefix, worksetPrefix} {
 		l, err := v.repo.list(ctx, prefix)
 		if err != nil {
 			return err
@@ -83,7 +84,7 @@ func (v *verification) run(ctx context.Context) error {
 		}
 		lists[i] = l
 	}
-	manifests, states, packs := lists[0], lists[1], lists[2]
+	manifests, states, packs, worksets := lists[0], lists[1], lists[2], lists[3]
 	for _, id := range slices.Sorted(maps.Keys(manifests)) {
 		if err := v.manifest(ctx, id, manifests[id], states); err != nil {
 			return err
@@ -91,6 +92,12 @@ func (v *verification) run(ctx context.Context) error {
 	}
 	for _, id := range slices.Sorted(maps.Keys(states)) { // without a manifest
 		if err := v.object(ctx, states[id], v.unlessDeleted(ctx, v.repo.checkState(ctx, id, nil))); err != nil {
+			return err
+		}
+	}
+	for _, id := range slices.Sorted(maps.Keys(worksets)) {
+		_, err := readWorkset(ctx, v.repo.store, id)
+		if err := v.object(ctx, worksets[id], v.unlessDeleted(ctx, err)); err != nil {
 			return err
 		}
 	}
