@@ -24,14 +24,14 @@ var Allowed = map[string][]string{
 	"client":                           {"api"},
 
 	// people
-	"internal/cli":    {"api", "api/filesystem", "api/filesystem/filesystemconnect", "api/process", "api/process/processconnect", "client", "internal/bench", "internal/daemon", "internal/doctor", "internal/shim"},
+	"internal/cli":    {"api", "api/filesystem", "api/filesystem/filesystemconnect", "api/process", "api/process/processconnect", "client", "internal/bench", "internal/daemon", "internal/doctor", "internal/guestapi", "internal/shim"},
 	"internal/bench":  {"api", "client"},
 	"internal/doctor": {"api", "client", "internal/daemon", "internal/pager", "internal/shim", "internal/vmm"},
 	"internal/daemon": {"api", "internal/atomicfile", "internal/blob/disk", "internal/catalog", "internal/pager", "internal/sandbox", "internal/server", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm", "internal/vnet"},
 
 	// the service
 	"internal/server":   {"api", "api/process", "api/process/processconnect", "internal/guestapi", "internal/sandbox"},
-	"internal/sandbox":  {"internal/catalog", "internal/failpoint", "internal/guestapi", "internal/shim", "internal/snapshot", "internal/vmm"},
+	"internal/sandbox":  {"internal/catalog", "internal/failpoint", "internal/guestapi", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm"},
 	"internal/catalog":  {},
 	"internal/template": {"internal/atomicfile"},
 
@@ -63,7 +63,11 @@ var Allowed = map[string][]string{
 	"internal/archtest":   {},
 
 	// tests and the demo
-	"demo":          {"api", "client"},
-	"test/hibtest":  {"api", "client", "internal/shim"},
-	"test/recordfs": {},
+	"internal/vnet/vnettest":       {"internal/vnet"},
+	"internal/server/servertest":   {"api", "internal/guest", "internal/guestapi", "internal/sandbox", "internal/server"},
+	"internal/sandbox/sandboxtest": {"internal/catalog", "internal/catalog/catalogtest", "internal/guestapi", "internal/sandbox", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm"},
+	"internal/catalog/catalogtest": {"internal/catalog"},
+	"demo":                         {"api", "client", "internal/bench"},
+	"test/hibtest":                 {"api", "internal/bench", "internal/shim"},
+	"test/recordfs":                {},
 }

@@ -27,7 +27,8 @@ type Target interface {
 // Options chooses what is measured.
 type Options struct {
 	Template  string
-	N         int      // samples of each metric; cold boots take a quarter of it, at least 3
+	N         int      // samples of each metric
+	Boots     int      // samples of cold boots; 0: a quarter of N, at least 3
 	MemoryMiB []int    // shapes, one after the other
 	StateMiB  int      // that the Python server holds
 	Metrics   []string // which metrics; empty: all
@@ -117,7 +118,7 @@ func (r *runner) run(ctx context.Context) error {
 		return err
 	}
 	if r.wants(MetricBoot) {
-		r.collect("shell", PeerBoot, MetricBoot, max(3, r.opts.N/4), func() (float64, error) { return r.timeCreate(ctx, true) })
+		r.collect("shell", PeerBoot, MetricBoot, r.boots(), func() (float64, error) { return r.timeCreate(ctx, true) })
 	}
 	if r.wants(MetricCreate) {
 		r.collect("shell", PeerSelf, MetricCreate, r.opts.N, func() (float64, error) { return r.timeCreate(ctx, false) })
@@ -142,6 +143,13 @@ func (r *runner) create(ctx context.Context, cold bool) (api.Sandbox, error) {
 	return r.target.Create(ctx, api.CreateRequest{
 		Template: r.opts.Template, MemoryMiB: r.memory, ColdBoot: cold, Labels: map[string]string{"hib": "bench"},
 	})
+}
+
+func (r *runner) boots() int {
+	if r.opts.Boots > 0 {
+		return r.opts.Boots
+	}
+	return max(3, r.opts.N/4)
 }
 
 // delete works after ctx has ended, too: nothing is left behind.

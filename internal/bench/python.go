@@ -38,20 +38,43 @@ func (r *runner) cycles(ctx context.Context) error {
 	if _, err := Ask(ctx, r.target, sb.ID, serverPort, "/"); err != nil {
 		return err
 	}
+	return r.cycle(ctx, sb.ID, serverPort)
+}
+
+// Cycles measures the hibernation and the waking of the sandbox id, in which
+// the Python server answers at port, n times. The sandbox runs afterwards.
+func Cycles(ctx context.Context, target Target, id string, port, n int) ([]Row, error) {
+	version, err := target.Version(ctx)
+	if err != nil {
+		return nil, err
+	}
+	sb, err := target.Get(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	if _, err := Ask(ctx, target, id, port, "/"); err != nil {
+		return nil, err
+	}
+	r := &runner{target: target, opts: Options{N: n}, memory: sb.MemoryMiB, accel: version.Accel}
+	err = r.cycle(ctx, id, port)
+	return r.rows, err
+}
+
+func (r *runner) cycle(ctx context.Context, id string, port int) error {
 	var hibernate, running, first []float64
 	for i := range r.opts.N {
 		r.say("hibernate and resume %d of %d", i+1, r.opts.N)
 		start := time.Now()
-		if _, err := r.target.Hibernate(ctx, sb.ID); err != nil {
+		if _, err := r.target.Hibernate(ctx, id); err != nil {
 			return err
 		}
 		hibernate = append(hibernate, since(start))
 		start = time.Now()
-		if _, err := Ask(ctx, r.target, sb.ID, serverPort, "/"); err != nil {
+		if _, err := Ask(ctx, r.target, id, port, "/"); err != nil {
 			return err
 		}
 		first = append(first, since(start))
-		now, err := r.target.Get(ctx, sb.ID)
+		now, err := r.target.Get(ctx, id)
 		if err != nil {
 			return err
 		}

@@ -98,3 +98,18 @@ func TestOneProcessAtATime(t *testing.T) {
 		t.Fatalf("second open: %v", err)
 	}
 }
+
+// BenchmarkPut writes a record of a sandbox's size durably.
+func BenchmarkPut(b *testing.B) {
+	c, err := catalog.Open(filepath.Join(b.TempDir(), "catalog.db"))
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer c.Close()
+	value, rev := make([]byte, 2000), uint64(0)
+	for b.Loop() {
+		if rev, err = c.Put(b.Context(), "sandbox", "a", value, rev); err != nil {
+			b.Fatal(err)
+		}
+	}
+}

@@ -123,7 +123,16 @@ Start the daemon with "hib serve", then: hib template build, hib create, hib exe
 		newStoreCommand(a),
 		newBenchCommand(a), newShimCommand(),
 	)
+	plainUseLines(root)
 	return root
+}
+
+// plainUseLines takes "[flags]" from the usage of a command and those below.
+func plainUseLines(cmd *cobra.Command) {
+	cmd.DisableFlagsInUseLine = true
+	for _, sub := range cmd.Commands() {
+		plainUseLines(sub)
+	}
 }
 
 // defaultData names the default data folder in help texts.

@@ -44,7 +44,11 @@ func (c *copier) downloadTree(ctx context.Context, src, dst string) error {
 	pr, pw := io.Pipe()
 	done := make(chan error, 1)
 	go func() {
-		err := readTree(c.progress.reader(path.Base(src), pr, -1), root)
+		in := c.progress.reader(path.Base(src), pr, -1)
+		err := readTree(in, root)
+		if err == nil { // the padding behind the last entry
+			_, err = io.Copy(io.Discard, in)
+		}
 		pr.CloseWithError(err)
 		done <- err
 	}()

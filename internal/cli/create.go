@@ -18,7 +18,7 @@ type createOptions struct {
 func newCreateCommand(a *app) *cobra.Command {
 	var o createOptions
 	cmd := &cobra.Command{
-		Use:   "create [TEMPLATE]",
+		Use:   "create [flags] [TEMPLATE]",
 		Short: "Make a sandbox and print its ID",
 		Long: `Make a sandbox of a template (default: base) and print its ID. It is resumed
 from the template's base snapshot, so it runs at once.

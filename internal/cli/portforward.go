@@ -29,6 +29,14 @@ connection wakes the sandbox.`,
 }
 
 func runPortForward(ctx context.Context, a *app, id string, specs []string) error {
+	var forwards []forward
+	for _, spec := range specs {
+		f, err := parseForward(spec)
+		if err != nil {
+			return err
+		}
+		forwards = append(forwards, f)
+	}
 	c, err := a.client()
 	if err != nil {
 		return err
@@ -38,47 +46,45 @@ func runPortForward(ctx context.Context, a *app, id string, specs []string) erro
 	if err != nil {
 		return err
 	}
-	var forwards sync.WaitGroup
-	defer forwards.Wait()
+	var serving sync.WaitGroup
+	defer serving.Wait()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	for _, spec := range specs {
-		local, port, err := parseForward(spec)
-		if err != nil {
-			return err
-		}
-		ln, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(local)))
+	for _, f := range forwards {
+		ln, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(f.local)))
 		if err != nil {
 			return hintError{err, "LOCAL 0 takes a free port"}
 		}
 		context.AfterFunc(ctx, func() { ln.Close() })
-		fmt.Fprintf(a.Out, "%s -> %s:%d\n", ln.Addr(), sb.ID, port)
-		f := forward{client: c, id: sb.ID, port: port, complain: func(err error) { fmt.Fprintln(a.Err, "hib: "+describe(err)) }}
-		forwards.Go(func() { f.serve(ctx, ln) })
+		fmt.Fprintf(a.Out, "%s -> %s:%d\n", ln.Addr(), sb.ID, f.port)
+		f.client, f.id = c, sb.ID
+		f.complain = func(err error) { fmt.Fprintln(a.Err, "hib: "+describe(err)) }
+		serving.Go(func() { f.serve(ctx, ln) })
 	}
 	<-ctx.Done()
 	return nil
 }
 
 // parseForward reads "LOCAL:PORT" or "PORT".
-func parseForward(spec string) (local, port int, err error) {
+func parseForward(spec string) (forward, error) {
 	l, p, ok := strings.Cut(spec, ":")
 	if !ok {
 		p = l
 	}
-	lo, err1 := strconv.ParseUint(l, 10, 16)
-	po, err2 := strconv.ParseUint(p, 10, 16)
-	if err1 != nil || err2 != nil || po == 0 {
-		return 0, 0, usagef("%q: it must be of the form LOCAL:PORT, for example 8080:80", spec)
+	local, err1 := strconv.ParseUint(l, 10, 16)
+	port, err2 := strconv.ParseUint(p, 10, 16)
+	if err1 != nil || err2 != nil || port == 0 {
+		return forward{}, usagef("%q: it must be of the form LOCAL:PORT, for example 8080:80", spec)
 	}
-	return int(lo), int(po), nil
+	return forward{local: int(local), port: int(port)}, nil
 }
 
 // forward connects what a listener accepts to one port of a sandbox.
 type forward struct {
+	local    int // port here, 0 for a free one
+	port     int // there
 	client   *client.Client
 	id       string
-	port     int
 	complain func(error)
 }
 

@@ -15,6 +15,7 @@ import (
 	"github.com/hibernacle/hibernacle/api"
 	"github.com/hibernacle/hibernacle/api/process"
 	"github.com/hibernacle/hibernacle/api/process/processconnect"
+	"github.com/hibernacle/hibernacle/internal/guestapi"
 )
 
 // execSession is one process in a sandbox as hib exec follows it. Its helpers
@@ -41,7 +42,9 @@ func (s *execSession) run(ctx context.Context, env map[string]string) error {
 	defer s.forwardSignals(ctx)()
 	if s.o.attach != 0 {
 		s.pid = s.o.attach
-		stream, err := s.procs.Connect(ctx, connect.NewRequest(&process.ConnectRequest{Process: s.selector()}))
+		req := connect.NewRequest(&process.ConnectRequest{Process: s.selector()})
+		req.Header().Set(guestapi.ReplayHeader, "1") // what it printed meanwhile comes first
+		stream, err := s.procs.Connect(ctx, req)
 		if err != nil {
 			return s.lost(ctx, err)
 		}

@@ -114,6 +114,24 @@ func own(dir string, mode fs.FileMode, uid, gid int) error {
 	return nil
 }
 
+// giveStore makes the account the owner of the store's folders, which the
+// daemon made and only shims write to.
+func (f Folders) giveStore(a Account) error {
+	if os.Geteuid() != 0 {
+		return nil
+	}
+	entries, err := os.ReadDir(f.Store)
+	if err != nil {
+		return fmt.Errorf("look at the store: %w", err)
+	}
+	for _, e := range entries {
+		if err := os.Lchown(filepath.Join(f.Store, e.Name()), a.UID, a.GID); err != nil {
+			return fmt.Errorf("give the store to its account: %w", err)
+		}
+	}
+	return nil
+}
+
 // makePrivate makes a folder that nobody but the daemon writes to, and refuses
 // one that was there before and belongs to somebody else.
 func makePrivate(dir string, mode fs.FileMode) error {
@@ -199,7 +217,10 @@ func (f Folders) announce(url string) error {
 }
 
 // withdraw takes the announcement back.
-func (f Folders) withdraw() { os.Remove(filepath.Join(f.Data, api.DaemonFile)) }
+func (f Folders) withdraw() {
+	_ = os.Remove(filepath.Join(f.Data, api.DaemonFile))
+	_ = os.Remove(f.Run) // fails, rightly, while machines run on
+}
 
 // writeFile replaces a file as a whole.
 func writeFile(path string, mode fs.FileMode, content []byte) error {

@@ -50,6 +50,9 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 	if err != nil {
 		return nil, api.Version{}, err
 	}
+	if err := f.giveStore(a); err != nil {
+		return nil, api.Version{}, err
+	}
 	if err := store.Clean(ctx); err != nil {
 		return nil, api.Version{}, fmt.Errorf("clean the store: %w", err)
 	}
@@ -69,7 +72,7 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 		}},
 		Snapshots:    sandbox.FromRepository(snapshot.NewRepository(store)),
 		Keys:         driver,
-		Builder:      sandbox.TemplateBuilder{},
+		Builder:      &sandbox.TemplateBuilder{},
 		TemplatesDir: f.Templates,
 		Build:        template.Options{CacheDir: f.Cache, GuestBinary: filepath.Join(filepath.Dir(c.Program), guestProgram)},
 		Console:      func(name string) string { return filepath.Join(f.Logs, name+".log") },

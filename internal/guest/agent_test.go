@@ -102,7 +102,7 @@ type guestUnderTest struct {
 }
 
 // newGuest serves an agent whose default user is nobody with a home of its own.
-func newGuest(t *testing.T, change func(*Config)) *guestUnderTest {
+func newGuest(t testing.TB, change func(*Config)) *guestUnderTest {
 	t.Helper()
 	if os.Getuid() != 0 {
 		t.Skip("the agent runs as root")
@@ -161,14 +161,14 @@ func newGuest(t *testing.T, change func(*Config)) *guestUnderTest {
 	return g
 }
 
-func writeFile(t *testing.T, path, content string) {
+func writeFile(t testing.TB, path, content string) {
 	t.Helper()
 	if err := os.WriteFile(path, []byte(content), 0o644); err != nil {
 		t.Fatal(err)
 	}
 }
 
-func readFile(t *testing.T, path string) string {
+func readFile(t testing.TB, path string) string {
 	t.Helper()
 	raw, err := os.ReadFile(path)
 	if err != nil {

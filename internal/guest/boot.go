@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"runtime/debug"
 	"syscall"
 	"time"
@@ -38,6 +39,7 @@ func Main(log *slog.Logger) error {
 	}
 	debug.SetGCPercent(gcPercent)
 	debug.SetMemoryLimit(memoryLimit)
+	runtime.GOMAXPROCS(runtime.NumCPU()) // being set, it is not looked up again and again
 	if err := Boot(log); err != nil {
 		return fmt.Errorf("boot: %w", err)
 	}
@@ -237,6 +239,7 @@ func mountLate(log *slog.Logger) {
 		{"devpts", "/dev/pts", "devpts", unix.MS_NOSUID | unix.MS_NOEXEC, "mode=0620,gid=5,ptmxmode=0666"},
 		{"tmpfs", "/dev/shm", "tmpfs", unix.MS_NOSUID | unix.MS_NODEV, "mode=1777"},
 		{"mqueue", "/dev/mqueue", "mqueue", safe, ""},
+		{"tmpfs", runPath, "tmpfs", safe, "mode=0755,size=1m"}, // cheaper to change at each resume than the overlay
 	} {
 		warn(log, "mount", m.mount())
 	}

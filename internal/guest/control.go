@@ -62,6 +62,7 @@ func (c *controller) register(mux *http.ServeMux) {
 	mux.HandleFunc("POST "+guestapi.InitPath, serveControl(c.init))
 	mux.HandleFunc("POST "+guestapi.FreezePath, serveControl(c.freeze))
 	mux.HandleFunc("POST "+guestapi.ThawPath, serveControl(c.thaw))
+	mux.HandleFunc("POST "+guestapi.ClockPath, serveControl(c.clock))
 }
 
 // call is what a control call comes with beside its body.
@@ -137,9 +138,7 @@ func (c *controller) init(in call, req guestapi.InitRequest) (guestapi.InitRespo
 	s := newSteps()
 	resp := guestapi.InitResponse{AgentVersion: guestapi.Version, Steps: s.times}
 	if req.UnixNano != 0 {
-		s.do("clock", func() error {
-			return c.system.SetClock(time.Unix(0, req.UnixNano).Add(time.Since(in.received)))
-		})
+		s.do("clock", func() error { return c.setClock(in, req.UnixNano) })
 	}
 	if len(req.Entropy) > 0 {
 		s.do("entropy", func() error { return c.system.AddEntropy(req.Entropy) })
@@ -295,7 +294,30 @@ func (c *controller) thaw(in call, req guestapi.ThawRequest) (struct{}, error) {
 	if req.Attempt == 0 {
 		return struct{}{}, fmt.Errorf("%w: attempt 0", errBadRequest)
 	}
+	if req.UnixNano != 0 {
+		if err := c.setClock(in, req.UnixNano); err != nil {
+			c.log.Error("set the clock", "err", err) // no reason to stay frozen
+		}
+	}
 	return struct{}{}, c.release(req.Attempt)
+}
+
+func (c *controller) clock(in call, req guestapi.ClockRequest) (struct{}, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err := c.authorise(in); err != nil {
+		return struct{}{}, err
+	}
+	if req.UnixNano <= 0 {
+		return struct{}{}, fmt.Errorf("%w: no time", errBadRequest)
+	}
+	return struct{}{}, c.setClock(in, req.UnixNano)
+}
+
+// setClock sets the wall clock to the host's, which showed unixNano when the
+// call was sent.
+func (c *controller) setClock(in call, unixNano int64) error {
+	return c.system.SetClock(time.Unix(0, unixNano).Add(time.Since(in.received)))
 }
 
 // release ends a freeze of the attempt or an earlier one and refuses them from

@@ -29,6 +29,7 @@ type process struct {
 
 	os     *os.Process
 	master *os.File // its terminal's master side, nil without a terminal
+	slave  *os.File // held until it has ended: a terminal that nobody has open is hung up, and its process killed
 
 	inputMu sync.Mutex
 	input   *os.File // where its input is written: pipe or master; nil if it has none or it was closed
@@ -86,8 +87,8 @@ func startProcess(s *spawner, l launch, ended func(*process)) (*process, *follow
 		attr.Sys.UseCgroupFD, attr.Sys.CgroupFD = true, l.cgroup
 	}
 	child, err := s.start(l.path, l.argv, attr)
-	for _, f := range files.theirs {
-		f.Close()
+	if l.pty == nil {
+		files.closeTheirs()
 	}
 	if err != nil {
 		files.close()
@@ -97,6 +98,9 @@ func startProcess(s *spawner, l launch, ended func(*process)) (*process, *follow
 		pid: uint32(child.Pid), config: l.config, tag: l.tag,
 		out: newJournal(l.journal), done: make(chan struct{}),
 		os: child, input: files.input, master: files.output[streamPTY],
+	}
+	if l.pty != nil {
+		p.slave = files.theirs[0]
 	}
 	first := p.out.follow(false)
 	if l.timeout > 0 {
@@ -116,11 +120,6 @@ func openPipes(l launch) (files *pipes, err error) {
 	defer func() {
 		if err != nil {
 			files.close()
-			for _, f := range files.theirs {
-				if f != nil {
-					f.Close()
-				}
-			}
 		}
 	}()
 	if l.pty != nil {
@@ -151,8 +150,17 @@ func openPipes(l launch) (files *pipes, err error) {
 	return files, err
 }
 
-// close closes our side.
+func (f *pipes) closeTheirs() {
+	for _, file := range f.theirs {
+		if file != nil {
+			file.Close() // a terminal's stands there three times, and closes once
+		}
+	}
+}
+
+// close closes both sides.
 func (f *pipes) close() {
+	f.closeTheirs()
 	if f.input != nil {
 		f.input.Close()
 	}
@@ -218,6 +226,9 @@ const terminalDrain = time.Second
 // await waits for the process's end and then ends its journal.
 func (p *process) await(s *spawner, output map[stream]*os.File, drained *sync.WaitGroup, ended func(*process)) {
 	state, err := s.wait(p.os)
+	if p.slave != nil {
+		p.slave.Close()
+	}
 	if p.killAtDeadline != nil {
 		p.killAtDeadline.Stop()
 	}

@@ -28,7 +28,7 @@ import (
 
 // The modules that the test's machine needs, in the order of loading.
 var vmModules = strings.Fields(`virtio_ring virtio virtio_pci_legacy_dev virtio_pci_modern_dev virtio_pci
-	libnvdimm nd_virtio virtio_pmem nd_btt nd_pmem crc32c-intel libcrc32c erofs overlay
+	libnvdimm nd_e820 nd_btt nd_pmem crc32c-intel libcrc32c erofs overlay
 	failover net_failover virtio_net inet_diag tcp_diag`)
 
 const vmPatience = 5 * time.Minute
@@ -70,13 +70,13 @@ func bootMachine(t *testing.T) *machine {
 	size := buildBase(t, filepath.Join(dir, "base"))
 	port := freePort(t)
 	cmd := exec.Command("qemu-system-x86_64", "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none",
-		"-machine", "pc-q35-7.2,accel=tcg,sata=off,smbus=off,i8042=off,usb=off,hpet=off,graphics=off",
+		"-machine", "pc-q35-7.2,nvdimm=on,accel=tcg,sata=off,smbus=off,i8042=off,usb=off,hpet=off,graphics=off",
 		"-cpu", "Haswell", "-m", "512,maxmem=4G,slots=2", "-serial", "file:"+m.console,
 		"-object", "memory-backend-file,id=pm,share=off,readonly=on,mem-path="+filepath.Join(dir, "base")+",size="+strconv.Itoa(size),
-		"-device", "virtio-pmem-pci,memdev=pm", "-device", "virtio-net-pci,netdev=n,romfile=",
+		"-device", "nvdimm,memdev=pm,unarmed=on,addr=0x100000000", "-device", "virtio-net-pci,netdev=n,romfile=",
 		"-netdev", fmt.Sprintf("user,id=n,hostfwd=tcp:127.0.0.1:%d-:%d", port, guestapi.Port),
 		"-kernel", kernel, "-initrd", filepath.Join(dir, "initrd"),
-		"-append", "console=ttyS0 quiet panic=-1 reboot=t audit=0 hib.ip=10.0.2.15/24 hib.gw=10.0.2.2 hib.mtu=1500")
+		"-append", "console=ttyS0 quiet panic=-1 reboot=t audit=0 hib.ip=10.0.2.15/24 hib.gw=10.0.2.2 hib.mtu=1500 memmap="+strconv.Itoa(size)+"!0x100000000")
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
@@ -233,7 +233,7 @@ func (w withToken) WrapStreamingHandler(next connect.StreamingHandlerFunc) conne
 func (m *machine) sh(t *testing.T, script string) string {
 	t.Helper()
 	e := m.start(m.context(t), t, shell(script)).all()
-	if e.end.GetExitCode() != 0 || e.end == nil {
+	if e.end == nil || e.end.ExitCode != 0 {
 		t.Fatalf("%s: end %v, error %v\n%s%s", script, e.end, e.err(), e.stdout.String(), e.stderr.String())
 	}
 	return e.stdout.String()
@@ -365,15 +365,11 @@ func (m *machine) testSockets(t *testing.T) {
 	out.until("the outward connection", func() bool { return out.stdout.Len() > 0 })
 	in.until("the inward connection", func() bool { return in.stdout.Len() > 0 })
 	established := func() int {
-		n, _ := strconv.Atoi(strings.TrimSpace(m.sh(t, "grep -c ' 01 ' /proc/net/tcp")))
+		n, _ := strconv.Atoi(strings.TrimSpace(m.sh(t, "cat /proc/net/tcp /proc/net/tcp6 | grep -c ' 01 '")))
 		return n
 	}
 	// Two loopback ends, the outward one, the two streams, and that of the script that counts.
-	waitFor(t, "the connections to be there", func() bool {
-		t.Log(m.sh(t, "cat /proc/net/tcp; ps"))
-		time.Sleep(2 * time.Second)
-		return established() == 6
-	})
+	waitFor(t, "the connections to be there", func() bool { return established() == 6 })
 
 	resp := m.init(t, secondToken, initOf(guestapi.ReasonResume, 3, nil))
 	if resp.SocketsDestroyed < 3 {

@@ -105,6 +105,11 @@ func (c *Client) Thaw(ctx context.Context, token string, req ThawRequest) error 
 	return c.post(ctx, ThawPath, token, req, &struct{}{})
 }
 
+// Clock sets the wall clock.
+func (c *Client) Clock(ctx context.Context, token string, req ClockRequest) error {
+	return c.post(ctx, ClockPath, token, req, &struct{}{})
+}
+
 // Health waits until the agent serves: it tries until ctx ends, and then
 // returns ctx's error with that of the last attempt.
 func (c *Client) Health(ctx context.Context) error {

@@ -28,6 +28,7 @@ const (
 	InitPath   = "/init"
 	FreezePath = "/freeze"
 	ThawPath   = "/thaw"
+	ClockPath  = "/clock"
 	HealthPath = "/health" // GET, no token: 204 once the agent serves
 )
 
@@ -83,6 +84,12 @@ type FreezeRequest struct {
 type FreezeResponse struct {
 	Steps    map[string]float64 `json:"steps"`              // milliseconds by step
 	Warnings []string           `json:"warnings,omitempty"` // what hung or failed without stopping the freeze
+}
+
+// ClockRequest sets the wall clock once more, after an init that took too long
+// to leave it right.
+type ClockRequest struct {
+	UnixNano int64 `json:"unix_nano"` // as in InitRequest
 }
 
 // ThawRequest lets the user's processes go on after a freeze that was

@@ -64,8 +64,8 @@ func write(t testing.TB, codec Codec, content []byte, step int) ([]byte, Summary
 
 func TestRoundTrip(t *testing.T) {
 	for _, codec := range []Codec{Raw, Zstd} {
-		for _, n := range []int{1, 15, 16, 17, 64, 333} {
-			for _, step := range []int{1, 7, 16, 100} {
+		for _, n := range []int{1, 16, 17, 100} {
+			for _, step := range []int{1, 7, 64} {
 				t.Run(fmt.Sprintf("%v/%d/%d", codec, n, step), func(t *testing.T) {
 					content := pages(n, 1)
 					file, sum := write(t, codec, content, step)
@@ -115,8 +115,8 @@ func TestEveryFlippedByteIsFound(t *testing.T) {
 		content := pages(20, 2)
 		file, sum := write(t, codec, content, 3)
 		step := 1
-		if len(file) > 40000 {
-			step = 61 // frames are long
+		if len(file) > 4000 {
+			step = 97 // frames are long
 		}
 		for at := 0; at < len(file); at += step {
 			bad := bytes.Clone(file)

@@ -121,6 +121,9 @@ func (c *Core) beginBuild(name string) (*tmpl, int, error) {
 	if t.building {
 		return nil, 0, conflict("wait for it to end", "template %s is being built", name)
 	}
+	if t.removing {
+		return nil, 0, conflict("try again", "template %s is being removed", name)
+	}
 	t.building = true
 	number := 1
 	for _, v := range t.rec.Versions {
@@ -295,7 +298,7 @@ func (c *Core) bootBase(ctx context.Context, name string, version int, shape vmm
 	report, err := c.captureBase(ctx, vm, shape, art, key, id)
 	short, cancel := c.short(ctx)
 	defer cancel()
-	if endErr := vm.Release(short); endErr != nil && err == nil {
+	if endErr := c.endMachine(short, vm); endErr != nil && err == nil {
 		err = fmt.Errorf("end the machine of a base snapshot: %w", endErr)
 	}
 	vm.Close()

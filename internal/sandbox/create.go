@@ -122,10 +122,11 @@ func (c *Core) create(ctx context.Context, rec record, boot bool) (Sandbox, erro
 
 // establish records a sandbox and starts it, or takes it back.
 func (c *Core) establish(ctx context.Context, e *entry, boot bool) error {
+	begun := time.Now()
 	err := c.recordNew(ctx, e)
 	if err == nil {
 		points := startPoints{fpCreateRecorded, fpCreateLaunched, fpCreateHandle, fpCreatePrepared, fpCreateRunning}
-		err = c.start(ctx, e, points, boot)
+		err = c.start(ctx, e, points, begun, boot)
 	}
 	if err == nil {
 		return nil

@@ -16,7 +16,7 @@ type entry struct {
 	turn chan struct{} // holds a token while an operation has its turn
 
 	// What mu guards is written only by the operation whose turn it is, but for
-	// op.late and doomed.
+	// op.late, doomed and dials.
 	mu        sync.Mutex
 	rec       record
 	rev       uint64 // of rec in the catalog, 0: not there yet
@@ -24,6 +24,7 @@ type entry struct {
 	unwatch   context.CancelFunc
 	op        *operation // the one whose turn it is
 	doomed    int        // deletions that wait for their turn
+	dials     int        // requests that want to connect: while there is one, no hibernation is committed
 	unsettled bool       // rec may not be what the catalog has, or its state has no operation that goes on with it
 	retrying  bool       // somebody tries to settle it
 	gone      bool
@@ -83,11 +84,28 @@ func (e *entry) interrupt(cause error) {
 func (e *entry) tooLate(ctx context.Context, op *operation) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if e.dials > 0 {
+		op.cancel(errRequest)
+	}
 	if ctx.Err() != nil {
 		return false
 	}
 	op.late = true
 	return true
+}
+
+// dial counts the requests that want to connect.
+func (e *entry) dial(n int) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.dials += n
+}
+
+// wanted reports whether a request wants to connect.
+func (e *entry) wanted() bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.dials > 0
 }
 
 // attach makes vm the entry's machine.

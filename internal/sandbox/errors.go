@@ -4,11 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"syscall"
 
-	"github.com/hibernacle/hibernacle/internal/blob"
 	"github.com/hibernacle/hibernacle/internal/catalog"
 	"github.com/hibernacle/hibernacle/internal/shim"
 	"github.com/hibernacle/hibernacle/internal/snapshot"
+	"github.com/hibernacle/hibernacle/internal/template"
 )
 
 // The kinds of errors of this package; test with errors.Is. What the methods
@@ -95,7 +96,7 @@ func stepError(cause error, format string, args ...any) error {
 	}
 	e := &Error{Kind: ErrUnavailable, Message: fmt.Sprintf(format, args...), Hint: "try again; hib logs and the daemon's log say more", Cause: cause}
 	switch {
-	case errors.Is(cause, blob.ErrNoSpace), shimCode(cause) == shim.CodeNoSpace:
+	case errors.Is(cause, syscall.ENOSPC), shimCode(cause) == shim.CodeNoSpace:
 		e.Kind, e.Hint = ErrNoSpace, "free space on the disk of the data folder, or delete sandboxes"
 	case errors.Is(cause, errRequest), errors.Is(cause, errDelete):
 		e.Kind, e.Hint = ErrConflict, ""
@@ -108,13 +109,14 @@ func stepError(cause error, format string, args ...any) error {
 }
 
 // fatal reports whether a resume that failed with err would fail again: its
-// snapshot is damaged, missing or made for another machine.
+// snapshot or its base image is damaged, missing or made for another machine.
 func fatal(err error) bool {
 	switch shimCode(err) {
 	case shim.CodeCorrupt, shim.CodeMismatch:
 		return true
 	}
-	return errors.Is(err, snapshot.ErrCorrupt) || errors.Is(err, snapshot.ErrMissing)
+	return errors.Is(err, snapshot.ErrCorrupt) || errors.Is(err, snapshot.ErrMissing) ||
+		errors.Is(err, template.ErrCorrupt) || errors.Is(err, template.ErrFormat)
 }
 
 // ended reports whether err proves that a shim or its machine is no more.

@@ -27,9 +27,10 @@ type host struct {
 	hook *hook
 }
 
-// hook lets a test change what happens at a step while the core runs.
+// hook lets a test change what happens at a step while the core runs. Once set
+// returns, what was set before happens no more.
 type hook struct {
-	mu sync.Mutex
+	mu sync.RWMutex
 	fn func(context.Context, sandboxtest.Step) error
 }
 
@@ -40,13 +41,12 @@ func (h *hook) set(fn func(context.Context, sandboxtest.Step) error) {
 }
 
 func (h *hook) call(ctx context.Context, s sandboxtest.Step) error {
-	h.mu.Lock()
-	fn := h.fn
-	h.mu.Unlock()
-	if fn == nil {
+	h.mu.RLock()
+	defer h.mu.RUnlock()
+	if h.fn == nil {
 		return nil
 	}
-	return fn(ctx, s)
+	return h.fn(ctx, s)
 }
 
 func newHost(t testing.TB, options ...func(*sandbox.Config)) *host {

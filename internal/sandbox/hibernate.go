@@ -46,6 +46,9 @@ func (c *Core) Hibernate(ctx context.Context, id string) (Sandbox, error) {
 
 // hibernate takes and commits a snapshot of a running sandbox, or leaves it running.
 func (c *Core) hibernate(ctx context.Context, e *entry, op *operation, begun time.Time) error {
+	if e.wanted() {
+		return stepError(errRequest, "sandbox %s did not hibernate and runs on", e.id)
+	}
 	id, err := c.mint.take(ctx)
 	if err != nil {
 		return stepError(causeOf(ctx, err), "sandbox %s did not hibernate", e.id)

@@ -6,9 +6,9 @@ import (
 	"io"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 
-	"github.com/hibernacle/hibernacle/internal/blob"
 	"github.com/hibernacle/hibernacle/internal/catalog"
 	"github.com/hibernacle/hibernacle/internal/sandbox"
 	"github.com/hibernacle/hibernacle/internal/sandbox/sandboxtest"
@@ -187,7 +187,7 @@ func TestHibernationThatFails(t *testing.T) {
 		kind error
 	}{
 		"full disk": {&shim.Error{Code: shim.CodeNoSpace, Message: "pack"}, sandbox.ErrNoSpace},
-		"blob":      {fmt.Errorf("x: %w", blob.ErrNoSpace), sandbox.ErrNoSpace},
+		"system":    {fmt.Errorf("x: %w", syscall.ENOSPC), sandbox.ErrNoSpace},
 		"guest":     {&shim.Error{Code: shim.CodeGuest, Message: "volume does not flush"}, sandbox.ErrUnavailable},
 	} {
 		t.Run(name, func(t *testing.T) {

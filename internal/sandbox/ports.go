@@ -112,18 +112,25 @@ type Builder interface {
 	Build(ctx context.Context, o template.Options, progress func(template.Progress)) (template.Artifacts, error)
 	Load(dir string) (template.Artifacts, error)
 	Verify(a template.Artifacts) error
+
+	// Check is Verify, but takes files that were not touched since they were
+	// verified for good.
+	Check(a template.Artifacts) error
 }
 
 // TemplateBuilder is the Builder that package template makes up.
-type TemplateBuilder struct{}
+type TemplateBuilder struct{ checker template.Checker }
 
 // Build calls template.Build.
-func (TemplateBuilder) Build(ctx context.Context, o template.Options, progress func(template.Progress)) (template.Artifacts, error) {
+func (*TemplateBuilder) Build(ctx context.Context, o template.Options, progress func(template.Progress)) (template.Artifacts, error) {
 	return template.Build(ctx, o, progress)
 }
 
 // Load calls template.Load.
-func (TemplateBuilder) Load(dir string) (template.Artifacts, error) { return template.Load(dir) }
+func (*TemplateBuilder) Load(dir string) (template.Artifacts, error) { return template.Load(dir) }
 
 // Verify calls the artifacts' own Verify.
-func (TemplateBuilder) Verify(a template.Artifacts) error { return a.Verify() }
+func (*TemplateBuilder) Verify(a template.Artifacts) error { return a.Verify() }
+
+// Check asks a template.Checker.
+func (b *TemplateBuilder) Check(a template.Artifacts) error { return b.checker.Check(a) }

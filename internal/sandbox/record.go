@@ -78,15 +78,21 @@ func (rec *record) commit(ref snapshot.Ref, meta snapshot.Metadata) {
 	rec.Snapshot, rec.Metadata, rec.Fresh, rec.Pending = &ref, &meta, false, ""
 }
 
-// roots appends the snapshots that the record needs.
-func (rec *record) roots(ids []snapshot.ID) []snapshot.ID {
+// roots adds the snapshot that the record needs and the one that it announces.
+func (rec *record) roots(needed, announced map[snapshot.ID]struct{}) {
 	if rec.Snapshot != nil {
-		ids = append(ids, rec.Snapshot.ID)
+		needed[rec.Snapshot.ID] = struct{}{}
 	}
 	if rec.Pending != "" {
-		ids = append(ids, rec.Pending)
+		announced[rec.Pending] = struct{}{}
 	}
-	return ids
+}
+
+// snapshots returns all the snapshots that the record names.
+func (rec *record) snapshots() []snapshot.ID {
+	ids := map[snapshot.ID]struct{}{}
+	rec.roots(ids, ids)
+	return slices.Collect(maps.Keys(ids))
 }
 
 // Sandbox is a sandbox as others see it: a copy of one instant.

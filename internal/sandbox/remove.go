@@ -81,7 +81,7 @@ func (c *Core) erase(ctx context.Context, e *entry) error {
 		}
 	}
 	c.forget(e)
-	c.trash.add(e.rec.roots(nil)...) // a base snapshot among them stays: its template names it
+	c.trash.add(e.rec.snapshots()...) // a base snapshot among them stays: its template names it
 	return nil
 }
 
@@ -132,18 +132,17 @@ func erase(ctx context.Context, cat Catalog, kind, key string, rev uint64) error
 	return err
 }
 
-// roots returns the snapshots that any record needs.
-func (c *Core) roots() map[snapshot.ID]struct{} {
-	var ids []snapshot.ID
+// roots returns the snapshots that any record needs, and those that records
+// announce, which may not exist yet.
+func (c *Core) roots() (needed, announced map[snapshot.ID]struct{}) {
+	needed, announced = map[snapshot.ID]struct{}{}, map[snapshot.ID]struct{}{}
 	for _, e := range c.all() {
 		e.mu.Lock()
-		ids = e.rec.roots(ids)
+		e.rec.roots(needed, announced)
 		e.mu.Unlock()
 	}
-	ids = c.templateRoots(ids)
-	set := make(map[snapshot.ID]struct{}, len(ids))
-	for _, id := range ids {
-		set[id] = struct{}{}
+	for _, v := range c.versions() {
+		v.roots(needed, announced)
 	}
-	return set
+	return needed, announced
 }

@@ -60,6 +60,7 @@ func (c *Core) resume(ctx context.Context, e *entry) error {
 	if err := c.release(ctx, e); err != nil {
 		return err
 	}
+	begun := time.Now()
 	err := c.change(ctx, e, func(r *record) {
 		r.State = StateResuming
 		r.Generation = nextGeneration(r)
@@ -67,9 +68,8 @@ func (c *Core) resume(ctx context.Context, e *entry) error {
 	if err != nil {
 		return err
 	}
-	begun := time.Now()
 	points := startPoints{fpResumeRecorded, fpResumeLaunched, fpResumeHandle, fpResumePrepared, fpResumeRunning}
-	if err := c.start(ctx, e, points, false); err != nil {
+	if err := c.start(ctx, e, points, begun, false); err != nil {
 		err = c.retreat(ctx, e, err)
 		c.cfg.Events.start(e.id, ResumeReport{Tier: tierLocal, TotalMS: since(begun)}, err)
 		return err
@@ -92,8 +92,8 @@ type startPoints struct{ recorded, launched, handle, prepared, running string }
 
 // start gives a sandbox that is recorded as creating or resuming a machine
 // that runs its snapshot, or with boot a machine that boots, and records it as
-// running. After an error the machine may be attached still.
-func (c *Core) start(ctx context.Context, e *entry, points startPoints, boot bool) error {
+// running. The request for it came at the time request. After an error the machine may be attached still.
+func (c *Core) start(ctx context.Context, e *entry, points startPoints, request time.Time, boot bool) error {
 	ctx, cancel := context.WithTimeout(ctx, c.cfg.StartTimeout)
 	defer cancel()
 	begun := time.Now()
@@ -104,12 +104,14 @@ func (c *Core) start(ctx context.Context, e *entry, points startPoints, boot boo
 	if err != nil {
 		return err
 	}
-	vm, err := c.acquire(ctx, e, points, art, boot)
-	if err != nil {
-		return err
+	// Reading the base image takes a while after it was touched, and goes on
+	// beside the start: what ran on a damaged one is never let out.
+	checked := make(chan error, 1)
+	go func() { checked <- c.cfg.Builder.Check(art) }()
+	vm, rep, prepared, err := c.startGuest(ctx, e, points, art, boot)
+	if checkErr := <-checked; checkErr != nil {
+		return checkErr
 	}
-	prepared := time.Now()
-	rep, err := c.runGuest(ctx, e, vm, art, boot)
 	if err != nil {
 		return err
 	}
@@ -123,8 +125,9 @@ func (c *Core) start(ctx context.Context, e *entry, points startPoints, boot boo
 	for name, ms := range rep.Phases {
 		report.Phases[name] = ms
 	}
+	report.Phases["record"] = ms(begun.Sub(request))
 	report.Phases["vmm"] = ms(prepared.Sub(begun))
-	report.TotalMS = since(begun)
+	report.TotalMS = since(request)
 	err = c.change(ctx, e, func(r *record) {
 		r.State, r.Reason, r.LastResume = StateRunning, "", &report
 	})
@@ -133,6 +136,17 @@ func (c *Core) start(ctx context.Context, e *entry, points startPoints, boot boo
 	}
 	c.watch(e, vm)
 	return nil
+}
+
+// startGuest acquires a machine and lets it run; prepared is when the machine
+// was ready for that.
+func (c *Core) startGuest(ctx context.Context, e *entry, points startPoints, art template.Artifacts, boot bool) (vm VM, rep shim.StartReport, prepared time.Time, err error) {
+	if vm, err = c.acquire(ctx, e, points, art, boot); err != nil {
+		return
+	}
+	prepared = time.Now()
+	rep, err = c.runGuest(ctx, e, vm, art, boot)
+	return
 }
 
 // acquire gives the sandbox a machine that is prepared and waits for its
@@ -310,23 +324,26 @@ func (c *Core) end(ctx context.Context, e *entry) error {
 	if unwatch != nil {
 		unwatch()
 	}
-	h := e.rec.Handle
-	if vm != nil {
-		if err := vm.Release(ctx); err == nil {
-			e.detach()
-			return nil
-		}
-		own := vm.Handle()
-		h = &own
+	var err error
+	switch {
+	case vm != nil:
+		err = c.endMachine(ctx, vm)
+	case e.rec.Handle != nil:
+		err = c.cfg.Launcher.Kill(ctx, *e.rec.Handle)
 	}
-	if h == nil {
-		return nil
-	}
-	if err := c.cfg.Launcher.Kill(ctx, *h); err != nil {
+	if err != nil {
 		return unavailable(err, "the machine of sandbox %s could not be ended", e.id)
 	}
 	e.detach()
 	return nil
+}
+
+// endMachine ends a shim, by force if it does not do so by order.
+func (c *Core) endMachine(ctx context.Context, vm VM) error {
+	if err := vm.Release(ctx); err == nil {
+		return nil
+	}
+	return c.cfg.Launcher.Kill(ctx, vm.Handle())
 }
 
 // machineName returns a name that no machine had before.

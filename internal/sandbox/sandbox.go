@@ -23,6 +23,7 @@ package sandbox
 
 import (
 	"context"
+	"errors"
 	"io"
 	"log/slog"
 	"net"
@@ -32,6 +33,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/hibernacle/hibernacle/internal/shim"
 	"github.com/hibernacle/hibernacle/internal/template"
 )
 
@@ -228,16 +230,20 @@ func (c *Core) Dial(ctx context.Context, id string, port int) (net.Conn, error) 
 	if err != nil {
 		return nil, err
 	}
+	e.dial(+1)
+	defer e.dial(-1)
 	vm, err := c.awake(ctx, e)
 	for err == nil {
 		conn, dialErr := vm.Dial(ctx, port)
-		if ended(dialErr) {
-			c.look(ctx, e, vm)
-		}
-		// The machine may have gone to sleep under the dial: only a connection
-		// to the one that is awake now is worth something.
+		// The machine may have gone to sleep or ended under the dial: only a
+		// connection to the one that is awake now is worth something.
 		var now VM
-		if now, err = c.awake(ctx, e); err == nil && now == vm {
+		now, err = c.awake(ctx, e)
+		if err == nil && now == vm && dialErr != nil && !errors.Is(dialErr, shim.ErrRefused) {
+			c.look(ctx, e, vm)
+			now, err = c.awake(ctx, e)
+		}
+		if err == nil && now == vm {
 			if dialErr != nil {
 				return nil, unavailable(dialErr, "connect to port %d of sandbox %s", port, e.id)
 			}

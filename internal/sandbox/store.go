@@ -3,7 +3,9 @@ package sandbox
 import (
 	"context"
 	"fmt"
+	"maps"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -119,11 +121,9 @@ func (c *Core) Collect(ctx context.Context) (snapshot.Collected, error) {
 	if n := c.unsettled(); n > 0 {
 		return snapshot.Collected{}, unavailable(nil, "%d sandboxes are not settled, nothing is collected until they are", n)
 	}
-	var roots []snapshot.ID
-	for id := range c.roots() {
-		roots = append(roots, id)
-	}
-	deleted, err := c.cfg.Snapshots.Collect(ctx, roots, keep)
+	needed, announced := c.roots()
+	keep = slices.AppendSeq(keep, maps.Keys(announced))
+	deleted, err := c.cfg.Snapshots.Collect(ctx, slices.Collect(maps.Keys(needed)), keep)
 	if err != nil {
 		err = unavailable(err, "collect garbage")
 	}
@@ -291,9 +291,11 @@ func (c *Core) dropTrash(ctx context.Context) {
 	}
 	c.storeTurn.Lock()
 	defer c.storeTurn.Unlock()
-	needed := c.roots()
+	needed, announced := c.roots()
 	for _, id := range ids {
-		if _, ok := needed[id]; ok {
+		_, isNeeded := needed[id]
+		_, isAnnounced := announced[id]
+		if isNeeded || isAnnounced {
 			continue
 		}
 		if err := c.cfg.Snapshots.Delete(ctx, id); err != nil {

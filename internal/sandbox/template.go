@@ -3,9 +3,7 @@ package sandbox
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"os"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -24,36 +22,6 @@ var DefaultShape = vmm.Shape{MemoryMiB: 2048, CPUs: 1}
 
 // templatePattern is what the name of a template looks like; it names a folder.
 var templatePattern = regexp.MustCompile(`^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$`)
-
-// templateRecord is what the catalog keeps of a template. Versions other than
-// Current are old ones that sandboxes use, or one that is being made.
-type templateRecord struct {
-	Version  int               `json:"version"` // of this layout
-	Name     string            `json:"name"`
-	Current  int               `json:"current"` // number of the version that new sandboxes get, 0: none yet
-	Versions []templateVersion `json:"versions"`
-}
-
-// templateVersion is one build of a template. Its artifacts are in the folder
-// vNUMBER of the template's.
-type templateVersion struct {
-	Number       int          `json:"number"`
-	CreatedAt    time.Time    `json:"created_at"`
-	Shape        vmm.Shape    `json:"shape"` // default
-	BaseDigest   string       `json:"base_digest"`
-	KernelDigest string       `json:"kernel_digest"`
-	BaseBytes    int64        `json:"base_bytes"`
-	Kernel       string       `json:"kernel"` // release
-	Bases        []baseRecord `json:"bases"`  // one a shape
-}
-
-// baseRecord is the base snapshot of a shape, or the id of one being made.
-type baseRecord struct {
-	Shape    vmm.Shape          `json:"shape"`
-	Pending  snapshot.ID        `json:"pending,omitempty"`
-	Snapshot *snapshot.Ref      `json:"snapshot,omitempty"`
-	Metadata *snapshot.Metadata `json:"metadata,omitempty"` // without the control token
-}
 
 // Template is a template as others see it: its current version.
 type Template struct {
@@ -78,14 +46,15 @@ type TemplateBase struct {
 }
 
 // tmpl is a template in memory. The record is replaced, never written into;
-// Core.mu guards rec, rev and building, and turn serialises those who change them.
+// Core.mu guards rec, rev, building and removing, and turn serialises those who change them.
 type tmpl struct {
 	name     string
 	turn     sync.Mutex
 	rec      templateRecord
 	rev      uint64
 	building bool
-	removed  bool
+	removing bool
+	removed  bool // it has no record any more; read and written with turn held
 	stale    bool // rec may not be what the catalog has; read and written with turn held
 }
 
@@ -99,69 +68,6 @@ type pin struct {
 type namedVersion struct {
 	name string
 	templateVersion
-}
-
-func (r *templateRecord) find(number int) (templateVersion, bool) {
-	i := slices.IndexFunc(r.Versions, func(v templateVersion) bool { return v.Number == number })
-	if i < 0 || number == 0 {
-		return templateVersion{}, false
-	}
-	return r.Versions[i], true
-}
-
-// with returns a copy of the record that has v in place of the version of that number.
-func (r templateRecord) with(v templateVersion) templateRecord {
-	r = r.without(v.Number)
-	r.Versions = append(r.Versions, v)
-	return r
-}
-
-// without returns a copy of the record that lacks a version.
-func (r templateRecord) without(number int) templateRecord {
-	var kept []templateVersion
-	for _, v := range r.Versions {
-		if v.Number != number {
-			kept = append(kept, v)
-		}
-	}
-	r.Versions = kept
-	return r
-}
-
-func (v templateVersion) base(shape vmm.Shape) (baseRecord, bool) {
-	i := slices.IndexFunc(v.Bases, func(b baseRecord) bool { return b.Shape == shape })
-	if i < 0 {
-		return baseRecord{}, false
-	}
-	return v.Bases[i], true
-}
-
-// withBase returns a copy of v that has b in place of the base of its shape; a
-// base that is nothing is left out.
-func (v templateVersion) withBase(b baseRecord) templateVersion {
-	var bases []baseRecord
-	for _, old := range v.Bases {
-		if old.Shape != b.Shape {
-			bases = append(bases, old)
-		}
-	}
-	if b.Snapshot != nil || b.Pending != "" {
-		bases = append(bases, b)
-	}
-	v.Bases = bases
-	return v
-}
-
-func (v templateVersion) roots(ids []snapshot.ID) []snapshot.ID {
-	for _, b := range v.Bases {
-		if b.Snapshot != nil {
-			ids = append(ids, b.Snapshot.ID)
-		}
-		if b.Pending != "" {
-			ids = append(ids, b.Pending)
-		}
-	}
-	return ids
 }
 
 // Templates returns all templates, sorted by name.
@@ -231,7 +137,7 @@ func (c *Core) pinTemplate(name string) (v templateVersion, unpin func(), err er
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	t := c.templates[name]
-	if t == nil || t.rec.Current == 0 {
+	if t == nil || t.rec.Current == 0 || t.removing {
 		return templateVersion{}, nil, notFound("template", clip(name))
 	}
 	v, _ = t.rec.find(t.rec.Current)
@@ -258,14 +164,6 @@ func (c *Core) versions() []namedVersion {
 		}
 	}
 	return list
-}
-
-// templateRoots appends the snapshots that templates need.
-func (c *Core) templateRoots(ids []snapshot.ID) []snapshot.ID {
-	for _, v := range c.versions() {
-		ids = v.roots(ids)
-	}
-	return ids
 }
 
 func (c *Core) templateDir(name string, version int) string {
@@ -330,18 +228,6 @@ func (c *Core) refreshTemplate(ctx context.Context, t *tmpl) error {
 	return nil
 }
 
-// decodeTemplate reads a template record and refuses one that it cannot know.
-func decodeTemplate(value []byte) (templateRecord, error) {
-	var rec templateRecord
-	if err := json.Unmarshal(value, &rec); err != nil {
-		return rec, err
-	}
-	if rec.Version != recordVersion {
-		return rec, fmt.Errorf("it has version %d, this daemon reads %d: it was written by a newer one", rec.Version, recordVersion)
-	}
-	return rec, nil
-}
-
 // RemoveTemplate removes a template that no sandbox uses; ErrConflict counts
 // those that do.
 func (c *Core) RemoveTemplate(ctx context.Context, name string) error {
@@ -358,35 +244,45 @@ func (c *Core) RemoveTemplate(ctx context.Context, name string) error {
 	if err := c.refreshTemplate(ctx, t); err != nil {
 		return err
 	}
-	c.mu.Lock()
-	n := 0
-	for _, users := range c.users(name) {
-		n += users
+	if err := c.beginRemoval(t); err != nil {
+		return err
 	}
-	switch {
-	case t.removed:
-		c.mu.Unlock()
-		return notFound("template", name)
-	case t.building:
-		c.mu.Unlock()
-		return conflict("wait for the build to end", "template %s is being built", name)
-	case n > 0:
-		c.mu.Unlock()
-		return conflict("delete them first", "template %s is used by %d sandboxes", name, n)
-	}
-	delete(c.templates, name) // no creation finds it from here on
-	c.mu.Unlock()
 	if err := erase(ctx, c.cfg.Catalog, kindTemplate, name, t.rev); err != nil {
+		t.stale = true
 		c.mu.Lock()
-		c.templates[name] = t
+		t.removing = false
 		c.mu.Unlock()
 		return stepError(err, "remove template %s", name)
 	}
 	t.removed = true
-	for _, v := range t.rec.Versions {
-		c.trash.add(v.roots(nil)...)
-	}
 	c.removeAll(filepath.Join(c.cfg.TemplatesDir, name))
+	// Until here its snapshots were needed and its name was taken.
+	c.mu.Lock()
+	delete(c.templates, name)
+	c.mu.Unlock()
+	for _, v := range t.rec.Versions {
+		c.trash.add(v.snapshots()...)
+	}
+	return nil
+}
+
+// beginRemoval checks that nobody uses the template and keeps it so.
+func (c *Core) beginRemoval(t *tmpl) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	n := 0
+	for _, users := range c.users(t.name) {
+		n += users
+	}
+	switch {
+	case t.removed:
+		return notFound("template", t.name)
+	case t.building:
+		return conflict("wait for the build to end", "template %s is being built", t.name)
+	case n > 0:
+		return conflict("delete them first", "template %s is used by %d sandboxes", t.name, n)
+	}
+	t.removing = true
 	return nil
 }
 
@@ -431,103 +327,8 @@ func (c *Core) prune(ctx context.Context, t *tmpl) error {
 		if err != nil {
 			return err
 		}
-		c.trash.add(v.roots(nil)...)
+		c.trash.add(v.snapshots()...)
 		c.removeAll(c.templateDir(t.name, v.Number))
-	}
-	return nil
-}
-
-// loadTemplates reads the templates of the catalog, drops what builds and
-// boots left that did not come to their end, and removes folders that no
-// record names. Versions that nobody uses are pruned once the sandboxes are known.
-func (c *Core) loadTemplates(ctx context.Context) error {
-	records, err := c.cfg.Catalog.List(ctx, kindTemplate)
-	if err != nil {
-		return fmt.Errorf("read the templates: %w", err)
-	}
-	for _, r := range records {
-		rec, err := decodeTemplate(r.Value)
-		if err != nil {
-			return fmt.Errorf("read the record of template %s: %w", r.Key, err)
-		}
-		t := &tmpl{name: rec.Name, rec: rec, rev: r.Revision}
-		if err := c.dropUnfinished(ctx, t); err != nil {
-			return err
-		}
-		c.sweep(rec.Name, t)
-		if !t.removed {
-			c.templates[rec.Name] = t
-		}
-	}
-	return c.sweepFolders()
-}
-
-// dropUnfinished takes a failed build and base snapshots that were being made
-// out of a template's record.
-func (c *Core) dropUnfinished(ctx context.Context, t *tmpl) error {
-	if t.rec.Current == 0 {
-		if err := erase(ctx, c.cfg.Catalog, kindTemplate, t.name, t.rev); err != nil {
-			return fmt.Errorf("drop the unfinished template %s: %w", t.name, err)
-		}
-		t.removed = true
-		return nil
-	}
-	next, changed := t.rec, false
-	for _, v := range t.rec.Versions {
-		if v.Number > t.rec.Current {
-			next, changed = next.without(v.Number), true
-			continue
-		}
-		for _, b := range v.Bases {
-			if b.Snapshot == nil {
-				v, changed = v.withBase(baseRecord{Shape: b.Shape}), true
-			}
-		}
-		next = next.with(v)
-	}
-	if !changed {
-		return nil
-	}
-	return c.changeTemplate(ctx, t, func(templateRecord) templateRecord { return next })
-}
-
-// sweep removes the folders of versions that a template does not have.
-func (c *Core) sweep(name string, t *tmpl) {
-	dir := filepath.Join(c.cfg.TemplatesDir, name)
-	entries, err := os.ReadDir(dir)
-	if err != nil {
-		return // nothing there; a use of it will say so
-	}
-	for _, entry := range entries {
-		number, err := strconv.Atoi(strings.TrimPrefix(entry.Name(), "v"))
-		if err == nil && !t.removed {
-			if _, ok := t.rec.find(number); ok {
-				continue
-			}
-		}
-		c.removeAll(filepath.Join(dir, entry.Name()))
-	}
-	if t.removed {
-		c.removeAll(dir)
-	}
-}
-
-// sweepFolders removes the folders of templates that have no record.
-func (c *Core) sweepFolders() error {
-	if c.cfg.TemplatesDir == "" {
-		return nil
-	}
-	entries, err := os.ReadDir(c.cfg.TemplatesDir)
-	if errors.Is(err, os.ErrNotExist) {
-		return nil
-	}
-	if err != nil {
-		return fmt.Errorf("look through the templates: %w", err)
-	}
-	for _, entry := range entries {
-		if c.templates[entry.Name()] == nil && entry.IsDir() && templatePattern.MatchString(entry.Name()) {
-			c.removeAll(filepath.Join(c.cfg.TemplatesDir, entry.Name()))
-		}
 	}
 	return nil
 }

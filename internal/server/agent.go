@@ -100,6 +100,13 @@ func (s *Server) proxyAgent(w http.ResponseWriter, r *http.Request) {
 	}
 	ctx, done := s.stream(r.Context())
 	defer done()
+	// A stream's answer begins while its request may still be under way. Without
+	// this, HTTP/1.1 would take the rest of the request away from the proxy, whose
+	// connection to the guest then breaks.
+	if err := http.NewResponseController(w).EnableFullDuplex(); err != nil {
+		s.fail(w, r, err)
+		return
+	}
 	proxy := &httputil.ReverseProxy{
 		Transport:     s.guests,
 		FlushInterval: -1,

@@ -114,6 +114,18 @@ func defaultHint(code string) string {
 	switch code {
 	case api.CodeUnauthorized:
 		return "send the key from the file " + api.KeyFile + " in the data folder as \"Authorization: Bearer KEY\" or \"X-API-Key: KEY\""
+	case api.CodeInvalid:
+		return "correct the request; /v1/openapi.json describes what is taken"
+	case api.CodeNotFound:
+		return "/v1/openapi.json lists the routes"
+	case api.CodeTooLarge:
+		return "send less in one request; files go through /v1/sandboxes/{id}/files in any size"
+	case api.CodeConflict:
+		return "look at the state with hib inspect, then try again"
+	case api.CodeFailed:
+		return "hib resume brings a failed sandbox back from its last snapshot"
+	case api.CodeNotSupported:
+		return "/v1/openapi.json describes what is supported"
 	case api.CodeNoSpace:
 		return "free some disk space; nothing that was kept is lost"
 	case api.CodeUnavailable:

@@ -33,6 +33,7 @@ func (s *Server) getLogs(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
 	w.WriteHeader(http.StatusOK)
 	out := flushingWriter{w, http.NewResponseController(w)}
+	_ = out.rc.Flush() // the answer begins also where there is nothing to say yet
 	if _, err := io.Copy(out, logs); err != nil {
 		note(ctx, err)
 		return

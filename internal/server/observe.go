@@ -15,7 +15,7 @@ import (
 const requestIDHeader = "X-Request-Id"
 
 // Keys of the request log. Queries, headers and bodies are never logged: they
-// may hold what is private.
+// may hold what is private. An error is logged where it is not the client's.
 const (
 	logRequest = "request"
 	logMethod  = "method"
@@ -74,7 +74,7 @@ func (s *Server) logRequest(r *http.Request, w *observedWriter, err error, id st
 		slog.String(logRequest, id), slog.String(logMethod, r.Method), slog.String(logPath, r.URL.Path),
 		slog.Int(logStatus, w.status), slog.Int64(logTime, d.Milliseconds()),
 	}
-	if err != nil {
+	if err != nil && w.status >= 500 {
 		attrs = append(attrs, slog.String(logError, err.Error()))
 	}
 	s.log.LogAttrs(context.WithoutCancel(r.Context()), level, "answered", attrs...)

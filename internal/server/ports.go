@@ -25,9 +25,7 @@ func (s *Server) connectPort(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, errNoUpgrade)
 		return
 	}
-	ctx, done := s.stream(r.Context())
-	defer done()
-	remote, err := s.core.Dial(ctx, r.PathValue("id"), int(port))
+	remote, err := s.core.Dial(r.Context(), r.PathValue("id"), int(port))
 	if err != nil {
 		s.fail(w, r, err)
 		return
@@ -46,6 +44,9 @@ func (s *Server) connectPort(w http.ResponseWriter, r *http.Request) {
 	if _, err := io.WriteString(local, answer); err != nil {
 		return
 	}
+	// The request's context ends when its client has no more to say: too early.
+	ctx, done := s.stream(context.WithoutCancel(r.Context()))
+	defer done()
 	join(ctx, bufferedConn{local, buffered.Reader}, remote)
 }
 

@@ -31,9 +31,10 @@ type CaptureInput struct {
 }
 
 // Capture writes a snapshot and returns when it is durable. Of the dirty pages
-// it leaves out those equal to the parent's and records the zero ones without storing them. On
-// error it has removed what it wrote; the error wraps blob.ErrNoSpace if the
-// store is full. The store must not collect objects of in.ID meanwhile, nor the parent's.
+// it leaves out those equal to the parent's and records the zero ones without
+// storing them. On error it has removed what it wrote; the error wraps
+// blob.ErrNoSpace if the store is full. The store must not collect objects of
+// in.ID meanwhile, nor the parent's.
 func (r *Repository) Capture(ctx context.Context, in CaptureInput) (Ref, Metadata, error) {
 	c, err := newCapture(in)
 	if err != nil {
@@ -276,9 +277,9 @@ func classify(now, before []byte, i uint32) kind {
 	return stored
 }
 
-// takeOver stores pages of the parent's packs, those with the fewest pages in use
-// first, until there are no more than maxPacks. What cannot be read stays where it is: that is
-// for the reader of that page to tell.
+// takeOver stores pages of the parent's packs, those with the fewest pages in
+// use first, until there are no more than maxPacks. What cannot be read stays
+// where it is: that is for the reader of that page to tell.
 func (s *scan) takeOver(ctx context.Context) error {
 	live := livePages(s.manifest.runs, int(s.number)+1)
 	victims := leastUsed(live[:s.number], maxPacks-1)

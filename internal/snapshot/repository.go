@@ -70,8 +70,9 @@ func (r *Repository) Open(ctx context.Context, ref Ref) (_ *Snapshot, err error)
 }
 
 // Find returns the Ref of the snapshot id, by reading its manifest and trusting
-// the hash in it: for recovery, when it is not known whether a capture ended. Errors name the object and wrap
-// ErrMissing if there is no such snapshot, ErrCorrupt or ErrVersion.
+// the hash in it: for recovery, when it is not known whether a capture ended.
+// Errors name the object and wrap ErrMissing if there is no such snapshot,
+// ErrCorrupt or ErrVersion.
 func (r *Repository) Find(ctx context.Context, id ID) (Ref, error) {
 	m, hash, err := r.load(ctx, id)
 	if err != nil {

@@ -28,8 +28,8 @@ func (r run) skip(n uint32) run {
 	return r
 }
 
-// appendRun adds r, which begins where the last run of runs ends or later, and joins the two if
-// they can be one.
+// appendRun adds r, which begins where the last run of runs ends or later, and
+// joins the two if they can be one.
 func appendRun(runs []run, r run) []run {
 	if r.count == 0 {
 		return runs

@@ -40,14 +40,15 @@ func (r *Repository) Status(ctx context.Context) (Status, error) {
 	return s, nil
 }
 
-// Verify reads every object in the store and checks every hash. progress, if not
-// nil, is called with the bytes read so far and those to be read, now and then.
-// It returns how many objects and bytes it looked at, and what is wrong with
-// them: one fault per object, which names it and wraps ErrMissing, ErrCorrupt or
-// ErrVersion where it can. err says why the check itself could not go on. Objects that are deleted meanwhile are no fault.
+// Verify reads every object in the store and checks every hash. progress, if
+// not nil, is called with the bytes read so far and those to be read, now and
+// then. It returns how many objects and bytes it looked at, and what is wrong
+// with them: one fault per object, which names it and wraps ErrMissing,
+// ErrCorrupt or ErrVersion where it can. err says why the check itself could
+// not go on. Objects that are deleted meanwhile are no fault.
 func (r *Repository) Verify(ctx context.Context, progress func(done, total int64)) (objects int, bytes int64, faults []error, err error) {
-	v := verification{ctx: ctx, repo: r, progress: progress, named: make(map[ID]*namedPack)}
-	if err := v.run(); err != nil {
+	v := verification{repo: r, progress: progress, named: make(map[ID]*namedPack)}
+	if err := v.run(ctx); err != nil {
 		return v.objects, v.bytes, v.faults, fmt.Errorf("verify snapshots: %w", err)
 	}
 	return v.objects, v.bytes, v.faults, nil
@@ -55,7 +56,6 @@ func (r *Repository) Verify(ctx context.Context, progress func(done, total int64
 
 // verification is a Verify under way.
 type verification struct {
-	ctx      context.Context // of the one call of Verify
 	repo     *Repository
 	progress func(done, total int64)
 	total    int64
@@ -71,10 +71,10 @@ type namedPack struct {
 	by      []ID // manifests
 }
 
-func (v *verification) run() error {
+func (v *verification) run(ctx context.Context) error {
 	var lists [3]map[ID]int64
 	for i, prefix := range []string{manifestPrefix, statePrefix, packPrefix} {
-		l, err := v.repo.list(v.ctx, prefix)
+		l, err := v.repo.list(ctx, prefix)
 		if err != nil {
 			return err
 		}
@@ -85,12 +85,12 @@ func (v *verification) run() error {
 	}
 	manifests, states, packs := lists[0], lists[1], lists[2]
 	for _, id := range slices.Sorted(maps.Keys(manifests)) {
-		if err := v.manifest(id, manifests[id], states); err != nil {
+		if err := v.manifest(ctx, id, manifests[id], states); err != nil {
 			return err
 		}
 	}
 	for _, id := range slices.Sorted(maps.Keys(states)) { // without a manifest
-		if err := v.object(states[id], v.unlessDeleted(v.repo.checkState(v.ctx, id, nil))); err != nil {
+		if err := v.object(ctx, states[id], v.unlessDeleted(ctx, v.repo.checkState(ctx, id, nil))); err != nil {
 			return err
 		}
 	}
@@ -100,7 +100,7 @@ func (v *verification) run() error {
 		}
 	}
 	for _, id := range slices.Sorted(maps.Keys(packs)) {
-		if err := v.pack(id); err != nil {
+		if err := v.pack(ctx, id); err != nil {
 			return err
 		}
 	}
@@ -109,17 +109,17 @@ func (v *verification) run() error {
 
 // object counts an object of size bytes, all of them read, and takes what is
 // wrong with it as a fault.
-func (v *verification) object(size int64, fault error) error {
+func (v *verification) object(ctx context.Context, size int64, fault error) error {
 	v.objects++
-	if err := v.read(size); err != nil {
+	if err := v.read(ctx, size); err != nil {
 		return err
 	}
-	return v.fault(fault)
+	return v.fault(ctx, fault)
 }
 
 // fault records a fault, unless it only says that the check was cancelled.
-func (v *verification) fault(err error) error {
-	if cerr := v.ctx.Err(); cerr != nil {
+func (v *verification) fault(ctx context.Context, err error) error {
+	if cerr := ctx.Err(); cerr != nil {
 		return cerr
 	}
 	if err != nil {
@@ -129,21 +129,21 @@ func (v *verification) fault(err error) error {
 }
 
 // read counts bytes.
-func (v *verification) read(n int64) error {
+func (v *verification) read(ctx context.Context, n int64) error {
 	v.bytes += n
 	if v.progress != nil {
 		v.progress(v.bytes, max(v.bytes, v.total))
 	}
-	return v.ctx.Err()
+	return ctx.Err()
 }
 
 // manifest checks a manifest and its state file, which it takes off states.
-func (v *verification) manifest(id ID, size int64, states map[ID]int64) error {
-	m, _, lerr := v.repo.load(v.ctx, id)
+func (v *verification) manifest(ctx context.Context, id ID, size int64, states map[ID]int64) error {
+	m, _, lerr := v.repo.load(ctx, id)
 	if errors.Is(lerr, ErrMissing) {
 		return nil // deleted since it was listed
 	}
-	if err := v.object(size, lerr); err != nil || lerr != nil {
+	if err := v.object(ctx, size, lerr); err != nil || lerr != nil {
 		return err
 	}
 	for _, p := range m.packs {
@@ -159,18 +159,18 @@ func (v *verification) manifest(id ID, size int64, states map[ID]int64) error {
 	}
 	stateSize := states[id]
 	delete(states, id)
-	err := v.repo.checkState(v.ctx, id, &m.state)
-	return v.object(stateSize, v.unlessDeleted(err, id))
+	err := v.repo.checkState(ctx, id, &m.state)
+	return v.object(ctx, stateSize, v.unlessDeleted(ctx, err, id))
 }
 
 // unlessDeleted returns err, but nil if it says that an object is missing which
 // none of the snapshots by needs any more: they were deleted meanwhile.
-func (v *verification) unlessDeleted(err error, by ...ID) error {
+func (v *verification) unlessDeleted(ctx context.Context, err error, by ...ID) error {
 	if !errors.Is(err, ErrMissing) {
 		return err
 	}
 	for _, id := range by {
-		if _, serr := v.repo.store.Stat(v.ctx, manifestKey(id)); !errors.Is(serr, blob.ErrNotExist) {
+		if _, serr := v.repo.store.Stat(ctx, manifestKey(id)); !errors.Is(serr, blob.ErrNotExist) {
 			return err
 		}
 	}
@@ -199,29 +199,29 @@ func (r *Repository) checkState(ctx context.Context, id ID, want *stateRef) erro
 }
 
 // pack checks a pack, against the manifests' record if there is one.
-func (v *verification) pack(id ID) error {
+func (v *verification) pack(ctx context.Context, id ID) error {
 	v.objects++
 	var want *pack.Summary
 	var by []ID
 	if n, ok := v.named[id]; ok {
 		want, by = &n.summary, n.by
 	}
-	o, err := v.repo.store.Open(v.ctx, packKey(id))
+	o, err := v.repo.store.Open(ctx, packKey(id))
 	if err != nil {
-		return v.fault(v.unlessDeleted(objectError(packKey(id), err), by...))
+		return v.fault(ctx, v.unlessDeleted(ctx, objectError(packKey(id), err), by...))
 	}
 	defer o.Close()
 	p, err := pack.Open(o, o.Size(), want, nil)
 	if err != nil {
-		return v.fault(objectError(packKey(id), err))
+		return v.fault(ctx, objectError(packKey(id), err))
 	}
 	left := o.Size()
 	err = p.Verify(func(n int64) error {
 		left -= n
-		return v.read(n)
+		return v.read(ctx, n)
 	})
-	if err := v.fault(objectError(packKey(id), err)); err != nil {
+	if err := v.fault(ctx, objectError(packKey(id), err)); err != nil {
 		return err
 	}
-	return v.read(left)
+	return v.read(ctx, left)
 }

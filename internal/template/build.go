@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"time"
 
@@ -26,6 +27,7 @@ var cmdline = strings.Join([]string{
 	"init_on_free=1",               // freed pages are zero, and zero pages are not stored
 	"transparent_hugepage=madvise", // else a touched page dirties 2 MiB
 	"audit=0",                      // nobody reads it
+	"cryptomgr.notests",            // self-tests of ciphers are a tenth of a boot without hardware virtualisation
 }, " ")
 
 // Options says what to build and where.
@@ -71,20 +73,7 @@ func build(ctx context.Context, o Options, progress func(Progress)) (Artifacts, 
 	if progress == nil {
 		progress = func(Progress) {}
 	}
-	if o.Out == "" {
-		return Artifacts{}, errors.New("no folder to build it in was named")
-	}
-	if _, err := os.Lstat(o.Out); err == nil {
-		return Artifacts{}, fmt.Errorf("%s: %w", o.Out, fs.ErrExist)
-	}
-	agent, err := readAgent(o.GuestBinary)
-	if err != nil {
-		return Artifacts{}, err
-	}
-	if err := haveTools("apt-config", "dpkg-deb"); err != nil {
-		return Artifacts{}, err
-	}
-	out, err := filepath.Abs(o.Out)
+	out, agent, err := checkOptions(o)
 	if err != nil {
 		return Artifacts{}, err
 	}
@@ -125,6 +114,27 @@ func build(ctx context.Context, o Options, progress func(Progress)) (Artifacts, 
 	return finish(ctx, r, work, out, progress)
 }
 
+// checkOptions checks, before the long work, what a build starts from. It
+// returns the absolute path of o.Out and the guest agent's executable.
+func checkOptions(o Options) (out string, agent []byte, err error) {
+	if o.Out == "" {
+		return "", nil, errors.New("no folder to build it in was named")
+	}
+	if out, err = filepath.Abs(o.Out); err != nil {
+		return "", nil, err
+	}
+	if _, err := os.Lstat(out); err == nil {
+		return "", nil, fmt.Errorf("%s: %w", out, fs.ErrExist)
+	}
+	if o.Suite != "" && !slices.Contains(suites, o.Suite) {
+		return "", nil, fmt.Errorf("%q is no release that templates can be made of; these are: %s", o.Suite, strings.Join(suites, ", "))
+	}
+	if agent, err = readAgent(o.GuestBinary); err != nil {
+		return "", nil, err
+	}
+	return out, agent, haveTools("apt-config", "dpkg-deb")
+}
+
 // finish records the files in work and publishes them as the folder out.
 func finish(ctx context.Context, r record, work *scratch, out string, progress func(Progress)) (Artifacts, error) {
 	progress(Progress{Phase: PhaseFinish})
@@ -148,6 +158,7 @@ func finish(ctx context.Context, r record, work *scratch, out string, progress f
 
 // makeBase makes the base image at path out of the archive of deb.
 func makeBase(ctx context.Context, deb debian, path, temp string, progress func(Progress)) error {
+	progress(Progress{Phase: PhaseImage, Total: deb.Archive.Size})
 	archive, err := os.Open(filepath.Join(deb.dir, archiveFile))
 	if err != nil {
 		return err

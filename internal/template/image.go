@@ -44,26 +44,27 @@ var emptied = []string{"dev", "proc", "sys", "run", "tmp"}
 // nodes exist only under /dev, which stays empty.
 func writeImage(ctx context.Context, archive io.Reader, out *os.File, scratch string) error {
 	b := imageBuilder{
-		ctx:   ctx,
 		image: erofs.Create(out, erofs.WithBuildTime(imageBuildTime, 0), erofs.WithTempDir(scratch)),
 		kinds: map[string]byte{"": tar.TypeDir},
 	}
-	r := tar.NewReader(archive)
+	r := tar.NewReader(contextReader{ctx, archive})
 	for entries := 0; ; entries++ {
 		h, err := r.Next()
 		if err == io.EOF {
 			break
 		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
 		if err != nil {
 			return fmt.Errorf("%w: %w", errArchive, err)
-		}
-		if err := ctx.Err(); err != nil {
-			return err
 		}
 		if entries == maxEntries {
 			return fmt.Errorf("%w: it has more than %d entries", errArchive, maxEntries)
 		}
-		if err := b.add(h, r); err != nil {
+		if err := b.add(h, r); err != nil && ctx.Err() != nil {
+			return context.Cause(ctx)
+		} else if err != nil {
 			return fmt.Errorf("%w: entry %.200q: %w", errArchive, h.Name, err)
 		}
 	}
@@ -86,7 +87,6 @@ func pad(f *os.File) error {
 }
 
 type imageBuilder struct {
-	ctx   context.Context // of the one call of writeImage
 	image *erofs.Writer
 	kinds map[string]byte // tar type of every path so far, "" is the root
 	data  int64           // bytes of files so far
@@ -163,7 +163,7 @@ func (b *imageBuilder) file(name string, r io.Reader, size int64) error {
 	if err != nil {
 		return err
 	}
-	n, err := io.Copy(f, contextReader{b.ctx, r})
+	n, err := io.Copy(f, r)
 	if err != nil {
 		return err
 	}
@@ -266,7 +266,7 @@ func isEmptied(name string) bool {
 	return false
 }
 
-// contextReader reads from r until ctx ends.
+// contextReader reads from r until ctx ends, for the one call that made it.
 type contextReader struct {
 	ctx context.Context
 	r   io.Reader

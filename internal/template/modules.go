@@ -26,10 +26,10 @@ type wantedModule struct {
 // guestModules lists what a guest uses, in the order in which it is needed.
 // What these depend on is found in the modules themselves.
 var guestModules = []wantedModule{
-	// The base image: persistent memory on PCI, EROFS, and the overlay on it.
-	{name: "virtio_pci"},
-	{name: "virtio_pmem"},
+	// The base image: a persistent memory module, EROFS, and the overlay on it.
+	{name: "nd_e820"},
 	{name: "nd_pmem"},
+	{name: "virtio_pci"},
 	{name: "crc32c-intel", optional: true}, // faster checksums where the CPU can
 	{name: "erofs"},
 	{name: "overlay"},

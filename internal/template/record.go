@@ -72,7 +72,7 @@ func describe(path string) (fileRecord, error) {
 func (r fileRecord) checkSize(path string) error {
 	info, err := os.Stat(path)
 	if err != nil {
-		return err
+		return fmt.Errorf("%w: %w", ErrCorrupt, err)
 	}
 	if !info.Mode().IsRegular() || info.Size() != r.Size {
 		return fmt.Errorf("%s: %w: it has %d bytes, its record says %d", path, ErrCorrupt, info.Size(), r.Size)

@@ -233,7 +233,8 @@ func (r recipe) bootstrap(ctx context.Context, dir string, out io.Writer, log fu
 		c.env["TMPDIR"] = dir
 	}
 	c.log = func(line string) {
-		if text, ok := strings.CutPrefix(line, "I: "); ok {
+		// Not the scripts, and not where it works.
+		if text, ok := strings.CutPrefix(line, "I: "); ok && !strings.Contains(text, "hook") && !strings.Contains(text, "tempdir") {
 			log(text)
 		}
 	}

@@ -62,7 +62,7 @@ func debianSources(all []source, suite string) string {
 	main := false
 	for _, s := range all {
 		remote := strings.HasPrefix(s.uri, "http://") || strings.HasPrefix(s.uri, "https://")
-		ours := s.signedBy == "" || strings.HasPrefix(filepath.Base(s.signedBy), "debian-archive-")
+		ours := s.signedBy == "" || strings.HasPrefix(filepath.Base(s.signedBy), "debian-archive-") && !strings.ContainsAny(s.signedBy, " \t\n]")
 		release, pocket, _ := strings.Cut(s.suite, "-")
 		if !remote || !ours || !strings.Contains(s.uri, "debian") || !slices.Contains(s.components, "main") ||
 			!slices.Contains(mirroredReleases, release) || !slices.Contains([]string{"", "updates", "security"}, pocket) {

@@ -132,7 +132,11 @@ func uncompress(payload []byte, size int64) ([]byte, error) {
 // length before each compressed block, nothing else.
 func unlz4Legacy(stream []byte, size int64) ([]byte, error) {
 	var out []byte
-	for len(stream) > 0 {
+	block := make([]byte, lz4LegacyBlock)
+	for len(stream) > 0 && int64(len(out)) <= size {
+		if int64(len(out))%lz4LegacyBlock != 0 {
+			return nil, fmt.Errorf("%w: its lz4 payload goes on after a short block", errKernelImage)
+		}
 		if len(stream) < 4 {
 			return nil, fmt.Errorf("%w: its lz4 payload ends within a block's length", errKernelImage)
 		}
@@ -141,14 +145,12 @@ func unlz4Legacy(stream []byte, size int64) ([]byte, error) {
 		if n == 0 || n > int64(len(stream)) {
 			return nil, fmt.Errorf("%w: its lz4 payload has a block of %d bytes where %d are left", errKernelImage, n, len(stream))
 		}
-		room := min(size+1-int64(len(out)), lz4LegacyBlock)
-		if room <= 0 {
-			break
-		}
-		block := make([]byte, room)
 		m, err := lz4.UncompressBlock(stream[:n], block)
 		if err != nil {
 			return nil, fmt.Errorf("%w: its lz4 payload: %w", errKernelImage, err)
+		}
+		if m == 0 {
+			return nil, fmt.Errorf("%w: its lz4 payload has an empty block", errKernelImage)
 		}
 		out = append(out, block[:m]...)
 		stream = stream[n:]

@@ -6,11 +6,26 @@ import (
 	"fmt"
 	"net"
 	"sync"
+	"time"
 
 	"gvisor.dev/gvisor/pkg/tcpip"
 	"gvisor.dev/gvisor/pkg/tcpip/network/ipv4"
 	"gvisor.dev/gvisor/pkg/tcpip/transport/tcp"
 	"gvisor.dev/gvisor/pkg/waiter"
+)
+
+// The stack repeats an unanswered question after 1, 3, 7, 15… seconds: too late
+// for a guest that boots meanwhile. So the first tries are short; a guest that
+// needs longer than that to answer is met by the last one.
+const (
+	shortTry   = 2 * time.Second
+	shortTries = 8
+)
+
+// Reasons to try again.
+var (
+	errLinkEnded  = errors.New("the guest's card is gone")
+	errUnanswered = errors.New("the guest did not answer")
 )
 
 // Dial opens a TCP connection from the gateway to a port of the guest. It waits
@@ -58,11 +73,28 @@ func (n *Network) dialGuest(ctx context.Context, port uint16, m *meter) (net.Con
 	return c, nil
 }
 
-// connect does what gonet's dialler does, and keeps the endpoint.
+// connect connects, and again when the card is replaced before the guest has
+// answered.
 func (n *Network) connect(ctx context.Context, port uint16) (*guestConn, error) {
-	if err := n.link.waitUp(ctx); err != nil {
-		return nil, context.Cause(ctx)
+	for try := 0; ; try++ {
+		ended, err := n.link.waitUp(ctx)
+		if err != nil {
+			return nil, err
+		}
+		tryCtx, cancel := ctx, func() {}
+		if try < shortTries {
+			tryCtx, cancel = context.WithTimeoutCause(ctx, shortTry, errUnanswered)
+		}
+		c, err := n.connectOnce(tryCtx, port, ended)
+		cancel()
+		if !errors.Is(err, errLinkEnded) && !errors.Is(err, errUnanswered) {
+			return c, err
+		}
 	}
+}
+
+// connectOnce does what gonet's dialler does, and keeps the endpoint.
+func (n *Network) connectOnce(ctx context.Context, port uint16, ended <-chan struct{}) (*guestConn, error) {
 	wq := new(waiter.Queue)
 	ep, terr := n.stack.NewEndpoint(tcp.ProtocolNumber, ipv4.ProtocolNumber, wq)
 	if terr != nil {
@@ -82,6 +114,10 @@ func (n *Network) connect(ctx context.Context, port uint16) (*guestConn, error) 
 			ep.Abort()
 			ep.Close()
 			return nil, context.Cause(ctx)
+		case <-ended:
+			ep.Abort()
+			ep.Close()
+			return nil, errLinkEnded
 		case <-connected:
 		}
 		terr = ep.LastError()

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"net/netip"
 	"sync"
 	"time"
 
@@ -23,88 +24,56 @@ const (
 	dnsRate      = 200 // questions a second that are looked at; the rest is dropped
 	dnsBurst     = 400
 	dnsQuestions = 64 // at a time; one more is dropped
-	dnsConns     = 16 // TCP connections at a time; one more is closed
 	dnsIdle      = 10 * time.Second
 	dnsMaxQuery  = 4096 // bytes
 	dnsMaxUDP    = 4096 // bytes of an answer by UDP, however much the guest takes
 )
 
+var dnsAddrPort = netip.AddrPortFrom(netip.MustParseAddr(GatewayIP), dnsPort)
+
 // resolver is the gateway's DNS server. It reads questions from the guest by
-// UDP and TCP and has them answered by answer.
+// UDP, and by TCP from the connections that it is given.
 type resolver struct {
 	log      *slog.Logger
 	upstream upstream
 	permits  func() bool // whether the policy lets questions leave
 	limiter  *rate.Limiter
-	slots    chan struct{} // one for each question at work
+	slots    chan struct{} // one for each question by UDP that is at work
 
-	stop context.CancelFunc // ends the context that listen makes
-
-	mu     sync.Mutex
-	closed bool
-	udp    *gonet.UDPConn
-	tcp    *gonet.TCPListener
-	conns  map[net.Conn]struct{}
-	wg     sync.WaitGroup
+	udp  *gonet.UDPConn
+	stop context.CancelFunc // ends what is at work by UDP
+	wg   sync.WaitGroup
 }
 
-func newResolver(log *slog.Logger, servers []string, permits func() bool) *resolver {
-	return &resolver{
+// newResolver returns a resolver that listens at the gateway's address.
+func newResolver(s *stack.Stack, log *slog.Logger, servers []string, permits func() bool) (*resolver, error) {
+	local := tcpip.FullAddress{NIC: nicID, Addr: gatewayAddress, Port: dnsPort}
+	udp, err := gonet.DialUDP(s, &local, nil, ipv4.ProtocolNumber)
+	if err != nil {
+		return nil, fmt.Errorf("listen for DNS: %w", err)
+	}
+	r := &resolver{
 		log:      log,
 		upstream: upstream{servers: servers},
 		permits:  permits,
 		limiter:  rate.NewLimiter(dnsRate, dnsBurst),
 		slots:    make(chan struct{}, dnsQuestions),
-		stop:     func() {},
-		conns:    make(map[net.Conn]struct{}),
-	}
-}
-
-func (r *resolver) listen(s *stack.Stack) error {
-	local := tcpip.FullAddress{NIC: nicID, Addr: gatewayAddress, Port: dnsPort}
-	var err error
-	if r.udp, err = gonet.DialUDP(s, &local, nil, ipv4.ProtocolNumber); err != nil {
-		return fmt.Errorf("listen for DNS by UDP: %w", err)
-	}
-	if r.tcp, err = gonet.ListenTCP(s, local, ipv4.ProtocolNumber); err != nil {
-		return fmt.Errorf("listen for DNS by TCP: %w", err)
+		udp:      udp,
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	r.stop = stop
-	r.wg.Add(2)
-	go r.serveUDP(ctx)
-	go r.serveTCP(ctx)
-	return nil
+	r.wg.Go(func() { r.serveUDP(ctx) })
+	return r, nil
 }
 
-// reset closes the connections of the guest.
-func (r *resolver) reset() {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for c := range r.conns {
-		c.Close()
-	}
-}
-
-// close ends the resolver and waits for its goroutines.
+// close ends the work by UDP and waits for it.
 func (r *resolver) close() {
-	r.mu.Lock()
-	r.closed = true
-	r.mu.Unlock()
 	r.stop()
-	if r.udp != nil {
-		r.udp.Close()
-	}
-	if r.tcp != nil {
-		r.tcp.Shutdown()
-		r.tcp.Close()
-	}
-	r.reset()
+	r.udp.Close()
 	r.wg.Wait()
 }
 
 func (r *resolver) serveUDP(ctx context.Context) {
-	defer r.wg.Done()
 	buf := make([]byte, dnsMaxQuery)
 	for {
 		n, from, err := r.udp.ReadFrom(buf)
@@ -123,12 +92,10 @@ func (r *resolver) serveUDP(ctx context.Context) {
 		default:
 			continue
 		}
-		r.wg.Add(1)
-		go func() {
-			defer r.wg.Done()
-			defer func() { <-r.slots }()
+		r.wg.Go(func() {
 			r.replyUDP(ctx, query, from)
-		}()
+			<-r.slots
+		})
 	}
 }
 
@@ -152,48 +119,8 @@ func udpSize(query *dns.Msg) int {
 	return min(size, dnsMaxUDP)
 }
 
-func (r *resolver) serveTCP(ctx context.Context) {
-	defer r.wg.Done()
-	for {
-		conn, err := r.tcp.Accept()
-		if err != nil {
-			if ctx.Err() == nil {
-				r.log.Error("the resolver lost its listener", "error", err)
-			}
-			return
-		}
-		if !r.hold(conn) {
-			conn.Close()
-			continue
-		}
-		go func() {
-			defer r.wg.Done()
-			defer r.release(conn)
-			r.serveConn(ctx, conn)
-		}()
-	}
-}
-
-// hold notes an open connection, if there is room for it.
-func (r *resolver) hold(conn net.Conn) bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.closed || len(r.conns) >= dnsConns {
-		return false
-	}
-	r.conns[conn] = struct{}{}
-	r.wg.Add(1)
-	return true
-}
-
-func (r *resolver) release(conn net.Conn) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	delete(r.conns, conn)
-	conn.Close()
-}
-
-// serveConn answers the questions of one connection, one after the other.
+// serveConn answers the questions of one connection, one after the other,
+// until the guest falls silent or ctx ends.
 func (r *resolver) serveConn(ctx context.Context, conn net.Conn) {
 	framed := &dns.Conn{Conn: conn}
 	for {

@@ -5,20 +5,35 @@ import (
 	"net/netip"
 	"sync"
 	"sync/atomic"
+	"time"
 )
 
-// How many outbound flows a guest may have open. One TCP connection more is
+// flowKind is what a flow is to the table.
+type flowKind int
+
+const (
+	flowInbound flowKind = iota // made by Dial
+	flowTCP                     // outbound
+	flowUDP                     // outbound
+	flowDNS                     // a TCP connection to the resolver
+	flowKinds
+)
+
+// How many flows of a kind a guest may have open. One TCP connection more is
 // answered with a reset; one UDP flow more takes the place of the idlest.
 const (
 	maxTCPFlows = 1024
 	maxUDPFlows = 256
+	maxDNSFlows = 16
 )
 
-// Protocols of flows, as Denied names them.
-const (
-	protoTCP = "tcp"
-	protoUDP = "udp"
-)
+// network is the flow's network as net.Dial and Denied name it.
+func (k flowKind) network() string {
+	if k == flowUDP {
+		return "udp"
+	}
+	return "tcp"
+}
 
 var (
 	errDenied  = errors.New("denied by the egress policy")
@@ -28,15 +43,16 @@ var (
 // flow is one open flow. What it holds is closed by the functions given to
 // onAbort when the flow is to end before its time.
 type flow struct {
-	proto    string
-	inbound  bool
-	seen     netip.AddrPort // outbound: that the guest dials
-	lastUsed atomic.Int64   // outbound UDP: unix nanoseconds of the last datagram
+	kind     flowKind
+	seen     netip.AddrPort // that the guest dials
+	lastUsed atomic.Int64   // UDP: unix nanoseconds of the last datagram
 
 	mu      sync.Mutex
 	aborted bool
 	aborts  []func()
 }
+
+func (fl *flow) outbound() bool { return fl.kind == flowTCP || fl.kind == flowUDP }
 
 // onAbort has f called once if the flow is aborted. It returns false, and does
 // not call f, when that has happened already.
@@ -67,12 +83,10 @@ type flows struct {
 	mu     sync.Mutex
 	policy Policy
 	open   map[*flow]struct{}
-	tcp    int // outbound
-	udp    int // outbound
-	in     int // inbound
+	counts [flowKinds]int
 	closed bool
 
-	outbound sync.WaitGroup // one for each flow of admit
+	guests sync.WaitGroup // one for each flow of admit, which is all but inbound ones
 }
 
 func newFlows(p Policy, isHost func(netip.Addr) bool) *flows {
@@ -82,7 +96,7 @@ func newFlows(p Policy, isHost func(netip.Addr) bool) *flows {
 // admit opens an outbound flow if the policy and the bounds permit it. Policy
 // and table are one under the lock, so that no flow slips past a new policy. The
 // caller calls remove when the flow has ended.
-func (t *flows) admit(proto string, seen netip.AddrPort) (*flow, error) {
+func (t *flows) admit(kind flowKind, seen netip.AddrPort) (*flow, error) {
 	var idlest *flow
 	defer func() {
 		if idlest != nil {
@@ -91,22 +105,21 @@ func (t *flows) admit(proto string, seen netip.AddrPort) (*flow, error) {
 	}()
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	switch {
+	switch count := t.counts[kind]; {
 	case t.closed:
 		return nil, ErrClosed
-	case !t.policy.permits(seen, t.isHost):
+	case kind != flowDNS && !t.policy.permits(seen, t.isHost):
 		return nil, errDenied
-	case proto == protoTCP && t.tcp >= maxTCPFlows:
+	case kind == flowTCP && count >= maxTCPFlows, kind == flowDNS && count >= maxDNSFlows:
 		return nil, errTooMany
-	case proto == protoUDP && t.udp >= maxUDPFlows:
-		if idlest = t.idlestUDP(); idlest == nil {
-			return nil, errTooMany
-		}
+	case kind == flowUDP && count >= maxUDPFlows:
+		idlest = t.idlestUDP()
 		t.forget(idlest)
 	}
-	fl := &flow{proto: proto, seen: seen}
+	fl := &flow{kind: kind, seen: seen}
+	fl.lastUsed.Store(time.Now().UnixNano())
 	t.add(fl)
-	t.outbound.Add(1)
+	t.guests.Add(1)
 	return fl, nil
 }
 
@@ -118,25 +131,14 @@ func (t *flows) admitInbound() (*flow, error) {
 	if t.closed {
 		return nil, ErrClosed
 	}
-	fl := &flow{proto: protoTCP, inbound: true}
+	fl := &flow{kind: flowInbound}
 	t.add(fl)
 	return fl, nil
 }
 
 func (t *flows) add(fl *flow) {
 	t.open[fl] = struct{}{}
-	*t.counter(fl)++
-}
-
-func (t *flows) counter(fl *flow) *int {
-	switch {
-	case fl.inbound:
-		return &t.in
-	case fl.proto == protoTCP:
-		return &t.tcp
-	default:
-		return &t.udp
-	}
+	t.counts[fl.kind]++
 }
 
 // forget takes a flow out of the table, which is all that bounds and policy
@@ -144,7 +146,7 @@ func (t *flows) counter(fl *flow) *int {
 func (t *flows) forget(fl *flow) {
 	if _, ok := t.open[fl]; ok {
 		delete(t.open, fl)
-		*t.counter(fl)--
+		t.counts[fl.kind]--
 	}
 }
 
@@ -159,13 +161,13 @@ func (t *flows) drop(fl *flow) {
 // is left.
 func (t *flows) remove(fl *flow) {
 	t.drop(fl)
-	t.outbound.Done()
+	t.guests.Done()
 }
 
 func (t *flows) idlestUDP() *flow {
 	var idlest *flow
 	for fl := range t.open {
-		if fl.proto == protoUDP && (idlest == nil || fl.lastUsed.Load() < idlest.lastUsed.Load()) {
+		if fl.kind == flowUDP && (idlest == nil || fl.lastUsed.Load() < idlest.lastUsed.Load()) {
 			idlest = fl
 		}
 	}
@@ -185,7 +187,7 @@ func (t *flows) setPolicy(p Policy) {
 	t.policy = p
 	var denied []*flow
 	for fl := range t.open {
-		if !fl.inbound && !p.permits(fl.seen, t.isHost) {
+		if fl.outbound() && !p.permits(fl.seen, t.isHost) {
 			denied = append(denied, fl)
 		}
 	}
@@ -212,10 +214,11 @@ func (t *flows) close() {
 	t.reset()
 }
 
-func (t *flows) counts() (inbound, outbound int) {
+// outbound is how many outbound flows are open.
+func (t *flows) outbound() int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.in, t.tcp + t.udp
+	return t.counts[flowTCP] + t.counts[flowUDP]
 }
 
 func abortAll(list []*flow) {

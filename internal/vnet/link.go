@@ -47,7 +47,7 @@ type link struct {
 	mu     sync.Mutex
 	conn   net.Conn      // of the current stream
 	ended  chan struct{} // closed when that stream's goroutines are gone
-	up     chan struct{} // closed while a stream is there, else replaced by an open one
+	up     chan struct{} // closed when a stream comes
 	closed bool
 }
 
@@ -141,16 +141,21 @@ func (l *link) close() {
 	l.drop()
 }
 
-// waitUp returns when there is a stream or ctx ends.
-func (l *link) waitUp(ctx context.Context) error {
-	l.mu.Lock()
-	up := l.up
-	l.mu.Unlock()
-	select {
-	case <-up:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
+// waitUp waits for a stream and returns a channel that is closed when that
+// stream has ended. The error is ctx's.
+func (l *link) waitUp(ctx context.Context) (ended <-chan struct{}, err error) {
+	for {
+		l.mu.Lock()
+		up, conn, ended := l.up, l.conn, l.ended
+		l.mu.Unlock()
+		if conn != nil {
+			return ended, nil
+		}
+		select {
+		case <-up:
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		}
 	}
 }
 

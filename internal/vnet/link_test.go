@@ -2,10 +2,14 @@ package vnet_test
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
+	"errors"
+	"io"
 	"net"
 	"net/netip"
 	"testing"
+	"time"
 
 	"gvisor.dev/gvisor/pkg/tcpip"
 	"gvisor.dev/gvisor/pkg/tcpip/checksum"
@@ -272,4 +276,42 @@ func FuzzStream(f *testing.F) {
 		defer c.Close()
 		exchange(t, c, "alive")
 	})
+}
+
+// A guest that boots while Dial waits is met soon after it is up: the question
+// is repeated at a steady pace, not ever more rarely.
+func TestDialRepeatsItsQuestion(t *testing.T) {
+	n, socket := newNetwork(t, vnet.Config{})
+	card, err := net.Dial("unix", socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer card.Close()
+	ctx, cancel := context.WithCancel(testContext(t))
+	failed := make(chan error, 1)
+	go func() {
+		_, err := n.Dial(ctx, 8080)
+		failed <- err
+	}()
+	card.SetReadDeadline(time.Now().Add(patience))
+	ports := make(map[uint16]int) // SYNs by source port: each try has one of its own
+	for len(ports) < 2 {
+		var size [4]byte
+		if _, err := io.ReadFull(card, size[:]); err != nil {
+			t.Fatal(err)
+		}
+		f := make([]byte, binary.BigEndian.Uint32(size[:]))
+		if _, err := io.ReadFull(card, f); err != nil {
+			t.Fatal(err)
+		}
+		syn := header.TCP(header.IPv4(f[header.EthernetMinimumSize:]).Payload())
+		if syn.Flags() != header.TCPFlagSyn || syn.DestinationPort() != 8080 {
+			t.Fatalf("got %x", f)
+		}
+		ports[syn.SourcePort()]++
+	}
+	cancel()
+	if err := <-failed; !errors.Is(err, context.Canceled) {
+		t.Fatalf("got %v, want the context's end", err)
+	}
 }

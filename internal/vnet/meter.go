@@ -33,10 +33,9 @@ func (m *meter) touch() { m.last.Store(time.Now().UnixNano()) }
 
 // Activity returns the present figures.
 func (n *Network) Activity() Activity {
-	_, outbound := n.flows.counts()
 	return Activity{
 		Open:     int(n.meter.open.Load()),
-		Outbound: outbound,
+		Outbound: n.flows.outbound(),
 		Bytes:    n.meter.bytes.Load(),
 		Last:     time.Unix(0, n.meter.last.Load()),
 	}
@@ -55,8 +54,8 @@ func newDenials(report func(Denied)) denials {
 	return denials{report: report, limiter: rate.NewLimiter(denialsPerSecond, 2*denialsPerSecond)}
 }
 
-func (d denials) add(proto string, a netip.AddrPort) {
+func (d denials) add(kind flowKind, a netip.AddrPort) {
 	if d.report != nil && d.limiter.Allow() {
-		d.report(Denied{Proto: proto, Addr: a})
+		d.report(Denied{Proto: kind.network(), Addr: a})
 	}
 }

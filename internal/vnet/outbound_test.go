@@ -361,3 +361,19 @@ func TestTCPFlowsAreBounded(t *testing.T) {
 	waitFor(t, "no flow left", func() bool { return n.Activity().Outbound == 0 })
 	exchange(t, dialGuest(t, n, "tcp", vnet.GatewayIP+":53"), "")
 }
+
+// A flow that both ends closed leaves the table as soon as the guest has taken
+// all of it.
+func TestClosedFlowsEnd(t *testing.T) {
+	w := new(world)
+	w.put("tcp", public+":80", hostListener(t, func(c net.Conn) { c.Write(make([]byte, 64<<10)) }))
+	n := newTestNet(t, vnet.Config{Dial: w.dial})
+	for range 50 {
+		c := dialGuest(t, n, "tcp", public+":80")
+		if got, err := io.Copy(io.Discard, c); err != nil || got != 64<<10 {
+			t.Fatalf("%d bytes, %v", got, err)
+		}
+		c.Close()
+	}
+	waitFor(t, "flows end", func() bool { return n.Activity().Outbound == 0 })
+}

@@ -140,7 +140,7 @@ func parseRule(text string) (Rule, error) {
 	}
 	if target == "host" {
 		if port == 0 {
-			return Rule{}, errors.New(`which port of the host? write "host:PORT"`)
+			return Rule{}, errors.New(`the host's port is missing, write host:PORT`)
 		}
 		return Rule{Host: true, Prefix: netip.PrefixFrom(loopback, 32), Port: port}, nil
 	}
@@ -190,7 +190,7 @@ func parsePrefix(text string) (netip.Prefix, error) {
 		return netip.Prefix{}, fmt.Errorf("%q is no CIDR, such as 10.1.0.0/16", clip(text))
 	}
 	if prefix.Addr().Is4In6() {
-		return netip.Prefix{}, errors.New("write IPv4 addresses without ::ffff:")
+		return netip.Prefix{}, errors.New("write IPv4 addresses without the ::ffff: before them")
 	}
 	if masked := prefix.Masked(); masked != prefix {
 		return netip.Prefix{}, fmt.Errorf("the address has bits behind its prefix; write %s, or %s/%d for that address alone",

@@ -141,7 +141,7 @@ func TestParsePolicyErrors(t *testing.T) {
 		{"allow", "10.0.0.0/8:65536", "no port"},
 		{"allow", "10.0.0.0/8:http", "no port"},
 		{"allow", "10.0.0.0/8:", "no port"},
-		{"allow", "host", "which port"},
+		{"allow", "host", "port is missing"},
 		{"allow", "host:", "no port"},
 		{"allow", "2001:db8::/32", "no IPv6"},
 		{"allow", "[2001:db8::/32]:80", "no IPv6"},

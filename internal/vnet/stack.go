@@ -85,13 +85,13 @@ func option[T any, P interface {
 	return P(&v)
 }
 
-// destroyStack ends the stack when the outbound flows are gone. A flow whose
+// destroyStack ends the stack when the flows of the guest are gone. A flow whose
 // handshake with the guest is under way ends when its endpoint is aborted, and
 // that one may come into being late.
 func (n *Network) destroyStack() {
 	gone := make(chan struct{})
 	go func() {
-		n.flows.outbound.Wait()
+		n.flows.guests.Wait()
 		close(gone)
 	}()
 	tick := time.NewTicker(20 * time.Millisecond)

@@ -17,10 +17,14 @@ import (
 const (
 	// dialTimeout is how long the guest waits for the answer of a peer.
 	dialTimeout = 15 * time.Second
+	// finishTimeout is how long a guest may take to take the rest of a
+	// connection that is closed at both ends.
+	finishTimeout = 10 * time.Second
 	// tcpChunk is the buffer of one direction of an outbound TCP flow.
 	tcpChunk = 64 << 10
 
-	// Probes end flows whose other side has vanished without a word.
+	// Probes end flows whose other side has vanished without a word. Data that
+	// the guest does not acknowledge is given up after as long.
 	keepAliveIdle     = 2 * time.Minute
 	keepAliveInterval = 30 * time.Second
 	keepAliveCount    = 8
@@ -33,20 +37,33 @@ func (n *Network) forwardTCP() {
 	n.stack.SetTransportProtocolHandler(tcp.ProtocolNumber, f.HandlePacket)
 }
 
-// openTCP serves one outbound connection to its end. The guest's SYN is
-// answered when the peer has answered: with a reset if it cannot be reached.
+// openTCP serves one connection of the guest to its end.
 func (n *Network) openTCP(r *tcp.ForwarderRequest) {
 	id := r.ID()
 	seen := addrPort(id.LocalAddress, id.LocalPort)
-	fl, err := n.flows.admit(protoTCP, seen)
+	kind := flowTCP
+	if seen == dnsAddrPort {
+		kind = flowDNS
+	}
+	fl, err := n.flows.admit(kind, seen)
 	if err != nil {
 		r.Complete(true)
 		if errors.Is(err, errDenied) {
-			n.denials.add(protoTCP, seen)
+			n.denials.add(kind, seen)
 		}
 		return
 	}
 	defer n.flows.remove(fl)
+	if kind == flowDNS {
+		n.serveDNS(fl, r)
+	} else {
+		n.serveTCP(fl, r)
+	}
+}
+
+// serveTCP serves an outbound connection. The guest's SYN is answered when the
+// peer has answered: with a reset if it cannot be reached.
+func (n *Network) serveTCP(fl *flow, r *tcp.ForwarderRequest) {
 	host, err := n.dialOutbound(fl)
 	if err != nil {
 		r.Complete(true)
@@ -57,16 +74,21 @@ func (n *Network) openTCP(r *tcp.ForwarderRequest) {
 		r.Complete(true)
 		return
 	}
-	guest, err := acceptTCP(r)
-	if err != nil {
-		return
+	if guest, err := acceptTCP(fl, r); err == nil {
+		n.splice(fl, guest, host)
+		guest.finish()
 	}
-	defer guest.Close()
-	if !fl.onAbort(guest.ep.Abort) {
-		guest.ep.Abort()
-		return
+}
+
+// serveDNS serves a connection to the resolver.
+func (n *Network) serveDNS(fl *flow, r *tcp.ForwarderRequest) {
+	if guest, err := acceptTCP(fl, r); err == nil {
+		ctx, cancel := context.WithCancel(context.Background())
+		defer cancel()
+		fl.onAbort(cancel)
+		n.resolver.serveConn(ctx, guest)
+		guest.finish()
 	}
-	n.splice(fl, guest, host)
 }
 
 // dialOutbound dials the host's side of a flow; aborting the flow ends it.
@@ -76,7 +98,7 @@ func (n *Network) dialOutbound(fl *flow) (net.Conn, error) {
 	if !fl.onAbort(cancel) {
 		return nil, ErrReset
 	}
-	return n.dialHost(ctx, fl.proto, destination(fl.seen).String())
+	return n.dialHost(ctx, fl.kind.network(), destination(fl.seen).String())
 }
 
 // guestConn is the guest's side of a flow.
@@ -86,20 +108,52 @@ type guestConn struct {
 }
 
 // acceptTCP completes the handshake with the guest.
-func acceptTCP(r *tcp.ForwarderRequest) (*guestConn, error) {
+func acceptTCP(fl *flow, r *tcp.ForwarderRequest) (*guestConn, error) {
 	wq := new(waiter.Queue)
-	ep, err := r.CreateEndpoint(wq)
+	ep, terr := r.CreateEndpoint(wq)
 	r.Complete(false)
-	if err != nil {
-		return nil, fmt.Errorf("accept connection of the guest: %s", err)
+	if terr != nil {
+		return nil, fmt.Errorf("accept connection of the guest: %s", terr)
 	}
-	return newGuestConn(wq, ep), nil
+	guest := newGuestConn(wq, ep)
+	if !fl.onAbort(ep.Abort) {
+		ep.Abort()
+		guest.Close()
+		return nil, ErrReset
+	}
+	return guest, nil
+}
+
+// finish closes the connection and returns when the stack has nothing more to
+// keep for it: a guest that takes its data no more could pile up what is
+// forgotten here. It gives the guest finishTimeout.
+func (c *guestConn) finish() {
+	c.Close()
+	deadline := time.Now().Add(finishTimeout)
+	for wait := time.Millisecond; !c.finished(); wait = min(2*wait, 100*time.Millisecond) {
+		if time.Now().After(deadline) {
+			c.ep.Abort()
+			return
+		}
+		time.Sleep(wait) // the stack does not tell of this change
+	}
+}
+
+func (c *guestConn) finished() bool {
+	switch tcp.EndpointState(c.ep.State()) {
+	case tcp.StateClose, tcp.StateError, tcp.StateTimeWait:
+		return true
+	default:
+		return false
+	}
 }
 
 func newGuestConn(wq *waiter.Queue, ep tcpip.Endpoint) *guestConn {
 	ep.SocketOptions().SetKeepAlive(true)
 	idle, interval := tcpip.KeepaliveIdleOption(keepAliveIdle), tcpip.KeepaliveIntervalOption(keepAliveInterval)
+	unacknowledged := tcpip.TCPUserTimeoutOption(keepAliveIdle + keepAliveCount*keepAliveInterval)
 	// These fail on no endpoint of TCP.
+	_ = ep.SetSockOpt(&unacknowledged)
 	_ = ep.SetSockOpt(&idle)
 	_ = ep.SetSockOpt(&interval)
 	_ = ep.SetSockOptInt(tcpip.KeepaliveCountOption, keepAliveCount)
@@ -128,10 +182,10 @@ func (n *Network) pump(dst io.Writer, src io.Reader) error {
 	for {
 		got, err := src.Read(buf)
 		if got > 0 {
+			n.meter.add(got)
 			if _, err := dst.Write(buf[:got]); err != nil {
 				return err
 			}
-			n.meter.add(got)
 		}
 		switch {
 		case errors.Is(err, io.EOF):

@@ -28,14 +28,13 @@ func (n *Network) forwardUDP() {
 // connecting a UDP socket sends nothing.
 func (n *Network) openUDP(id stack.TransportEndpointID, pkt *stack.PacketBuffer) bool {
 	seen := addrPort(id.LocalAddress, id.LocalPort)
-	fl, err := n.flows.admit(protoUDP, seen)
+	fl, err := n.flows.admit(flowUDP, seen)
 	if err != nil {
 		if errors.Is(err, errDenied) {
-			n.denials.add(protoUDP, seen)
+			n.denials.add(flowUDP, seen)
 		}
 		return false
 	}
-	fl.lastUsed.Store(time.Now().UnixNano())
 	host, err := n.dialOutbound(fl)
 	if err != nil {
 		n.flows.remove(fl)
@@ -86,10 +85,10 @@ func (n *Network) relayDatagrams(fl *flow, host net.Conn, guest *gonet.UDPConn) 
 			return
 		}
 		fl.lastUsed.Store(time.Now().UnixNano())
+		n.meter.add(got)
 		if _, err := host.Write(buf[:got]); errors.Is(err, net.ErrClosed) {
 			return
 		}
-		n.meter.add(got)
 	}
 }
 

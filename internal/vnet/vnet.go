@@ -74,7 +74,7 @@ type Config struct {
 
 	// Dial opens the host's side of an outbound flow: network is "tcp" or "udp",
 	// address an IPv4 address and port that the policy permits. It must give up
-	// when ctx ends. Nil: a net.Dialer.
+	// when ctx ends; for UDP it must not block at all. Nil: a net.Dialer.
 	Dial func(ctx context.Context, network, address string) (net.Conn, error)
 
 	// Resolvers are the DNS servers ("address:port") that answer the guest's
@@ -106,7 +106,7 @@ type Network struct {
 	listeners []net.Listener
 	closed    bool
 	destroyed chan struct{}  // closed when Close is done
-	wg        sync.WaitGroup // everything but outbound flows, which flows counts
+	wg        sync.WaitGroup // all but the guest's flows, which flows counts
 }
 
 // New returns a network without a link: Listen gives it one.
@@ -136,13 +136,13 @@ func New(cfg Config) (*Network, error) {
 		destroyed: make(chan struct{}),
 	}
 	n.meter.touch()
-	n.resolver = newResolver(log, cfg.Resolvers, n.flows.permitsDNS)
-	n.forwardTCP()
-	n.forwardUDP()
-	if err := n.resolver.listen(s); err != nil {
-		n.Close()
+	n.resolver, err = newResolver(s, log, cfg.Resolvers, n.flows.permitsDNS)
+	if err != nil {
+		s.Destroy()
 		return nil, err
 	}
+	n.forwardTCP()
+	n.forwardUDP()
 	return n, nil
 }
 
@@ -155,10 +155,7 @@ func (n *Network) SetPolicy(p Policy) { n.flows.setPolicy(p) }
 
 // Reset closes every flow, inbound and outbound, with a reset to both sides.
 // New flows may follow at once.
-func (n *Network) Reset() {
-	n.flows.reset()
-	n.resolver.reset()
-}
+func (n *Network) Reset() { n.flows.reset() }
 
 // Close ends the network: it closes the listeners, the link and every flow, and
 // returns when no goroutine of it is left. It may be called again.

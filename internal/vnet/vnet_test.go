@@ -111,28 +111,37 @@ func (w *world) calls() []string {
 	return append([]string(nil), w.dialed...)
 }
 
-// serve accepts connections until the test ends.
+// serve accepts connections until the test ends, and breaks what is open then.
 func serve(t testing.TB, ln net.Listener, handle func(net.Conn)) {
 	t.Helper()
 	var wg sync.WaitGroup
-	wg.Add(1)
-	go func() {
-		defer wg.Done()
+	var mu sync.Mutex
+	open := make(map[net.Conn]struct{})
+	wg.Go(func() {
 		for {
 			c, err := ln.Accept()
 			if err != nil {
 				return
 			}
-			wg.Add(1)
-			go func() {
-				defer wg.Done()
-				defer c.Close()
+			mu.Lock()
+			open[c] = struct{}{}
+			mu.Unlock()
+			wg.Go(func() {
 				handle(c)
-			}()
+				c.Close()
+				mu.Lock()
+				delete(open, c)
+				mu.Unlock()
+			})
 		}
-	}()
+	})
 	t.Cleanup(func() {
 		ln.Close()
+		mu.Lock()
+		for c := range open {
+			c.SetDeadline(time.Unix(1, 0))
+		}
+		mu.Unlock()
 		wg.Wait()
 	})
 }

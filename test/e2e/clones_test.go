@@ -71,7 +71,7 @@ func checkClock(t *testing.T, d *hibtest.Daemon, id string) {
 // days ago (its own clock, by libfaketime, and the guest's), the one that wakes
 // it lives today.
 func TestClockAfterAMonth(t *testing.T) {
-	d := hibtest.Start(t, "HIB_VMM_WRAP=faketime -f -30d")
+	d := hibtest.Start(t, fakeTime("-30d"))
 	id := d.Create("--memory", "512")
 	d.Shell(id, "sudo date -s '-30 days' && date")
 	d.Hib("exec", "-d", id, "--", "bash", "-c", "while sleep 0.2; do date +%s >> ticks; done")
@@ -90,6 +90,11 @@ func TestClockAfterAMonth(t *testing.T) {
 		t.Errorf("monotonic time went from %v to %v over the month", up0, up1)
 	}
 	// A fresh sandbox whose VMM lives in the future gets the right time, too.
-	d.Restart("HIB_VMM_WRAP=faketime -f +30d")
+	d.Restart(fakeTime("+30d"))
 	checkClock(t, d, d.Create("--memory", "512"))
+}
+
+// fakeTime makes the daemon start its VMMs under libfaketime.
+func fakeTime(offset string) string {
+	return "HIB_VMM_WRAP=env LD_PRELOAD=/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1 FAKETIME_DONT_FAKE_MONOTONIC=1 FAKETIME=" + offset
 }

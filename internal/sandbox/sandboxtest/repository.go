@@ -78,6 +78,11 @@ func (w *World) checkBase(id snapshot.ID) {
 
 func (r repository) Collect(ctx context.Context, roots, keep []snapshot.ID) (out snapshot.Collected, err error) {
 	err = r.d.step(ctx, "collect", "", func() error {
+		for _, id := range roots {
+			if r.d.w.snapshots[id] == nil {
+				return fmt.Errorf("collect: root %s: %w", id, snapshot.ErrMissing)
+			}
+		}
 		for id := range r.d.w.snapshots {
 			if !slices.Contains(roots, id) && !slices.Contains(keep, id) {
 				r.remove(id)

@@ -29,6 +29,7 @@ import (
 	"github.com/hibernacle/hibernacle/internal/catalog"
 	"github.com/hibernacle/hibernacle/internal/catalog/catalogtest"
 	"github.com/hibernacle/hibernacle/internal/sandbox"
+	"github.com/hibernacle/hibernacle/internal/shim"
 	"github.com/hibernacle/hibernacle/internal/snapshot"
 	"github.com/hibernacle/hibernacle/internal/template"
 	"github.com/hibernacle/hibernacle/internal/vmm"
@@ -99,6 +100,18 @@ func (w *World) Machines() []string {
 	}
 	slices.Sort(names)
 	return names
+}
+
+// Runs reports whether a machine of the sandbox is alive and its guest has not ended.
+func (w *World) Runs(sandbox string) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, m := range w.machines {
+		if m.sandbox == sandbox && m.phase != shim.PhaseStopped {
+			return true
+		}
+	}
+	return false
 }
 
 // Snapshots returns how many snapshots the store holds.
@@ -337,3 +350,5 @@ func (b builder) Verify(a template.Artifacts) error {
 	_, err := b.Load(a.Dir)
 	return err
 }
+
+func (b builder) Check(a template.Artifacts) error { return b.Verify(a) }

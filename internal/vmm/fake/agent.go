@@ -225,7 +225,7 @@ func (a *agent) thaw(g *guest, r *http.Request) (any, error) {
 		return nil, err
 	}
 	g.thaw(req.Attempt)
-	return nil, nil
+	return struct{}{}, nil
 }
 
 func (a *agent) counter(g *guest, _ *http.Request) (any, error) { return g.counter(), nil }
@@ -260,6 +260,7 @@ func (a *agent) readMemory(_ *guest, r *http.Request) (any, error) {
 	}
 	var b [1]byte
 	if _, err := a.machine.memory.ReadAt(b[:], int64(n)*page.Size); err != nil {
+		a.machine.finish(*busError(err))
 		return nil, err
 	}
 	return b[0], nil
@@ -279,7 +280,11 @@ func (a *agent) writeMemory(_ *guest, r *http.Request) (any, error) {
 	for i := range data {
 		data[i] = byte(value)
 	}
-	return nil, a.machine.memory.writePages(n, data)
+	if err := a.machine.memory.writePages(n, data); err != nil {
+		a.machine.finish(*busError(err))
+		return nil, err
+	}
+	return nil, nil
 }
 
 // end ends the machine from within, for the query's reason.

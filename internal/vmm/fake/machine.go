@@ -191,13 +191,19 @@ func (m *Machine) wake() *vmm.Exit {
 	switch {
 	case errors.Is(err, errNoGuest):
 		return &vmm.Exit{Reason: vmm.ReasonPanic, Detail: err.Error()}
-	case err != nil: // where a real machine's process would take SIGBUS
-		return &vmm.Exit{Reason: vmm.ReasonCrashed, Detail: "signal: bus error: " + err.Error()}
+	case err != nil:
+		return busError(err)
 	case g.Pauses != m.state.Pauses:
 		return &vmm.Exit{Reason: vmm.ReasonPanic, Detail: "memory and device state are of different moments"}
 	}
 	m.guest = g
 	return nil
+}
+
+// busError is the end of a machine whose memory cannot be read: the process of a
+// real one would take SIGBUS.
+func busError(err error) *vmm.Exit {
+	return &vmm.Exit{Reason: vmm.ReasonCrashed, Detail: "signal: bus error: " + err.Error()}
 }
 
 // Pause implements vmm.Machine.
@@ -214,7 +220,7 @@ func (m *Machine) Pause(ctx context.Context) error {
 	m.guest.advance(time.Now())
 	m.guest.Pauses++
 	if err := m.guest.store(m.memory); err != nil {
-		m.finish(vmm.Exit{Reason: vmm.ReasonCrashed, Detail: "signal: bus error: " + err.Error()})
+		m.finish(*busError(err))
 		return m.ended()
 	}
 	return nil
@@ -320,7 +326,7 @@ func (m *Machine) takeStep() (line string) {
 	}
 	switch {
 	case err != nil:
-		m.finish(vmm.Exit{Reason: vmm.ReasonCrashed, Detail: "signal: bus error: " + err.Error()})
+		m.finish(*busError(err))
 		return ""
 	case end != "":
 		m.finish(vmm.Exit{Reason: end, Detail: "ended by the guest"})

@@ -20,7 +20,6 @@ const (
 // Where devices sit on the PCI Express root bus. Fixed, so that an added device
 // moves none; part of Topology.
 const (
-	pmemSlot     = 0x02
 	networkSlot  = 0x03
 	panicSlot    = 0x04
 	rootPortSlot = 0x10 // the first of rootPorts consecutive ones
@@ -96,7 +95,7 @@ func arguments(config Config, hw hardware, spec vmm.Spec, f files) []string {
 		"-nodefaults", "-no-user-config", "-no-reboot", "-S", "-display", "none",
 		"-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
 		"-machine", config.MachineType + ",memory-backend=ram,suppress-vmdesc=on,mem-merge=off,dump-guest-core=off," +
-			"sata=off,smbus=off,i8042=off,usb=off,hpet=off,graphics=off,vmport=off",
+			"nvdimm=on,sata=off,smbus=off,i8042=off,usb=off,hpet=off,graphics=off,vmport=off",
 		"-accel", hw.accel,
 		"-cpu", hw.cpu + ",enforce",
 		"-smp", fmt.Sprintf("cpus=%d,maxcpus=%d", spec.Shape.CPUs, spec.Shape.CPUs),
@@ -106,7 +105,7 @@ func arguments(config Config, hw hardware, spec vmm.Spec, f files) []string {
 		"-global", "migration.send-configuration=off",
 		"-object", fmt.Sprintf("memory-backend-file,id=ram,share=off,mem-path=%s,size=%dM", escape(f.memory), ram),
 		"-object", fmt.Sprintf("memory-backend-file,id=base,share=off,readonly=on,mem-path=%s,size=%d", escape(f.base), f.baseBytes),
-		"-device", fmt.Sprintf("virtio-pmem-pci,memdev=base,addr=%#x", pmemSlot),
+		"-device", fmt.Sprintf("nvdimm,memdev=base,unarmed=on,addr=%#x", pmemAddress(spec.Shape)),
 		"-device", "vmgenid,guid=" + newGUID(),
 		"-device", fmt.Sprintf("pvpanic-pci,addr=%#x", panicSlot),
 		"-chardev", fmt.Sprintf("socket,id=monitor,fd=%d", monitorFD),
@@ -123,7 +122,23 @@ func arguments(config Config, hw hardware, spec vmm.Spec, f files) []string {
 		return append(args, "-incoming", "defer")
 	}
 	return append(args, "-kernel", f.boot.Kernel, "-initrd", f.boot.Initrd,
-		"-append", strings.TrimSpace(kernelArguments+" "+f.boot.Cmdline))
+		"-append", strings.TrimSpace(fmt.Sprintf("%s memmap=%d!%#x %s", kernelArguments, f.baseBytes, pmemAddress(spec.Shape), f.boot.Cmdline)))
+}
+
+// pmemAddress returns where the base image lies in the guest's physical
+// memory: where q35 begins the room for pluggable memory. The kernel is told by
+// memmap=, which makes it a persistent memory region that can be mapped (DAX)
+// and has no driver whose state would be lost in a snapshot: QEMU does not save
+// that of virtio-pmem, whose next flush then waits for ever, and a region found
+// through ACPI's NFIT cannot be mapped without a header on the image.
+func pmemAddress(s vmm.Shape) uint64 {
+	const gib = 1 << 30
+	ram, low := uint64(s.MemoryBytes()), uint64(0xb0000000)
+	if ram >= low {
+		low = 2 * gib
+	}
+	above := ram - min(ram, low)
+	return (4*gib + above + gib - 1) / gib * gib
 }
 
 // escape makes path a value in a list of QEMU options.

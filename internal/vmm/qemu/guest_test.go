@@ -23,7 +23,7 @@ const (
 // guestModules are loaded by the guest in this order.
 var guestModules = []string{
 	"virtio_ring", "virtio", "virtio_pci_legacy_dev", "virtio_pci_modern_dev", "virtio_pci",
-	"libnvdimm", "nd_virtio", "virtio_pmem", "nd_btt", "nd_pmem",
+	"libnvdimm", "nd_e820", "nd_btt", "nd_pmem",
 	"failover", "net_failover", "virtio_net", "pvpanic", "pvpanic-pci",
 }
 

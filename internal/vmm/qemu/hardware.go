@@ -6,15 +6,16 @@ import (
 	"strings"
 )
 
-// The CPU models. Both are built from a named, versioned model (x86-64-v2) and
-// features that are written out, because models of newer processors contain some
-// that TCG or the other vendor's processors lack.
+// The CPU models. Both are built from a named, versioned model (x86-64-v2 with
+// AES) and features that are written out, because models of newer processors
+// contain some that TCG or the other vendor's processors lack.
 const (
-	// baseModel runs on every processor and under TCG. RDRAND gives each resumed
-	// guest a source of randomness of its own.
-	baseModel = "Nehalem-v1,+rdrand"
-	// v3Features makes baseModel an x86-64-v3 with AES, for hosts that have it.
-	v3Features = "aes pclmulqdq avx avx2 bmi1 bmi2 f16c fma abm movbe xsave xsaveopt fsgsbase erms smep"
+	// baseModel runs on every processor of the last decade and under TCG, where more
+	// features make a guest slower. RDRAND gives a kernel randomness while it boots,
+	// and each resumed guest a source of its own.
+	baseModel = "Westmere-v1,+rdrand"
+	// v3Features makes baseModel an x86-64-v3, for hosts that have it.
+	v3Features = "avx avx2 bmi1 bmi2 f16c fma abm movbe xsave xsaveopt fsgsbase erms smep"
 	// kvmFeatures are emulated by KVM on every host.
 	kvmFeatures = "x2apic tsc-deadline"
 )

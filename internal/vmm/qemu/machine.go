@@ -101,7 +101,10 @@ func (m *machine) supervise(ended <-chan error, printed <-chan struct{}, console
 			failure = <-ended
 		}
 	}
+	// A process that the wrapper left behind may still hold the other end.
+	stop := time.AfterFunc(drainTime, func() { m.monitor.conn.Close() })
 	<-m.monitor.done
+	stop.Stop()
 	select {
 	case <-printed:
 	case <-time.After(drainTime): // the console's writer blocks

@@ -57,7 +57,7 @@ type Config struct {
 	// MachineType is a versioned q35; "" is pc-q35-7.2.
 	MachineType string
 	// WrapCommand is put before QEMU's command line. It must replace itself by the
-	// command that it is given, as faketime does.
+	// command that it is given, as env does: what it leaves running is not killed.
 	WrapCommand []string
 	// Log takes what has no other way to be noticed; nil is silence.
 	Log *slog.Logger

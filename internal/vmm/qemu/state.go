@@ -79,7 +79,7 @@ func (m *machine) receive(ctx context.Context, state *os.File) error {
 			case "completed":
 				return nil
 			case "failed", "cancelled":
-				return fmt.Errorf("QEMU reports that it %s", status)
+				return m.failure()
 			}
 		case <-m.exited:
 			return m.ended()
@@ -87,6 +87,18 @@ func (m *machine) receive(ctx context.Context, state *os.File) error {
 			return ctx.Err()
 		}
 	}
+}
+
+// failure returns what QEMU said about a state that it could not load, before it
+// ended itself.
+func (m *machine) failure() error {
+	select {
+	case <-m.exited:
+	case <-time.After(drainTime):
+		m.abort("it could not load the state and did not end")
+		<-m.exited
+	}
+	return m.ended()
 }
 
 // stateInMemory reads r to its end into an anonymous file, from which QEMU can

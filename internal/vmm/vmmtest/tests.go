@@ -17,7 +17,7 @@ import (
 )
 
 func (s Setup) testInfo(t *testing.T) {
-	info, err := s.Driver.Info(s.context(t))
+	info, err := s.Driver.Info(s.Context(t))
 	must(t, err)
 	if info.Driver == "" || info.Version == "" || info.Accelerator == "" {
 		t.Errorf("Info leaves something out: %+v", info)
@@ -25,16 +25,16 @@ func (s Setup) testInfo(t *testing.T) {
 }
 
 func (s Setup) testKey(t *testing.T) {
-	key, err := s.Driver.Key(s.context(t), s.Shape)
+	key, err := s.Driver.Key(s.Context(t), s.Shape)
 	must(t, err)
-	same, err := s.Driver.Key(s.context(t), s.Shape)
+	same, err := s.Driver.Key(s.Context(t), s.Shape)
 	must(t, err)
 	if diff := key.Diff(same); diff != "" {
 		t.Errorf("the key is not the same twice: %s", diff)
 	}
 	larger := s.Shape
 	larger.MemoryMiB *= 2
-	other, err := s.Driver.Key(s.context(t), larger)
+	other, err := s.Driver.Key(s.Context(t), larger)
 	must(t, err)
 	if key.Diff(other) == "" {
 		t.Error("twice the memory has the same key")
@@ -43,21 +43,21 @@ func (s Setup) testKey(t *testing.T) {
 
 func (s Setup) testBootPauseClose(t *testing.T) {
 	leavesNothing(t)
-	b := s.newBench(t)
-	before := hashFile(t, b.spec.MemoryPath)
-	m := s.boot(t, b, "")
-	ctx := s.context(t)
-	checkSteps(t, b.console.wait(ctx, t, 2))
+	rig := s.NewRig(t)
+	before := hashFile(t, rig.Spec.MemoryPath)
+	m := s.Boot(t, rig, "")
+	ctx := s.Context(t)
+	checkSteps(t, rig.Console.wait(ctx, t, 2))
 
 	for range 2 { // both are idempotent, and a pause is no end
 		must(t, m.Pause(ctx))
 		must(t, m.Pause(ctx))
-		seen := len(b.console.wait(ctx, t, 1))
+		seen := len(rig.Console.wait(ctx, t, 1))
 		must(t, m.Run(ctx))
 		must(t, m.Run(ctx))
-		checkSteps(t, b.console.wait(ctx, t, seen+2))
+		checkSteps(t, rig.Console.wait(ctx, t, seen+2))
 	}
-	if hashFile(t, b.spec.MemoryPath) != before {
+	if hashFile(t, rig.Spec.MemoryPath) != before {
 		t.Error("the machine wrote to its memory file")
 	}
 
@@ -68,7 +68,7 @@ func (s Setup) testBootPauseClose(t *testing.T) {
 	if pid != os.Getpid() && syscall.Kill(pid, 0) == nil {
 		t.Errorf("process %d is left", pid)
 	}
-	left, err := os.ReadDir(b.spec.Dir)
+	left, err := os.ReadDir(rig.Spec.Dir)
 	must(t, err)
 	if len(left) > 0 {
 		t.Errorf("left in the machine's folder: %v", left)
@@ -78,7 +78,7 @@ func (s Setup) testBootPauseClose(t *testing.T) {
 // checkGone waits for a machine's end and checks what it says then.
 func (s Setup) checkGone(t *testing.T, m vmm.Machine, reason vmm.Reason) {
 	t.Helper()
-	ctx := s.context(t)
+	ctx := s.Context(t)
 	select {
 	case <-m.Exited():
 	case <-ctx.Done():
@@ -111,10 +111,10 @@ func (s Setup) testEnds(t *testing.T) {
 	} {
 		t.Run(string(reason), func(t *testing.T) {
 			leavesNothing(t)
-			b := s.newBench(t)
-			m := s.boot(t, b, words)
+			rig := s.NewRig(t)
+			m := s.Boot(t, rig, words)
 			s.checkGone(t, m, reason)
-			if last := b.console.last(); last != EndStep-1 {
+			if last := rig.Console.last(); last != EndStep-1 {
 				t.Errorf("the last step printed before the end is %d, want %d", last, EndStep-1)
 			}
 			must(t, m.Close())
@@ -136,9 +136,9 @@ func (s Setup) testBadSpec(t *testing.T) {
 	}
 	for name, tt := range tests {
 		t.Run(name, func(t *testing.T) {
-			b := s.newBench(t)
-			tt.spoil(&b.spec)
-			m, err := s.Driver.Start(s.context(t), b.spec)
+			rig := s.NewRig(t)
+			tt.spoil(&rig.Spec)
+			m, err := s.Driver.Start(s.Context(t), rig.Spec)
 			if err == nil {
 				m.Close()
 				t.Fatal("the machine starts")
@@ -149,22 +149,22 @@ func (s Setup) testBadSpec(t *testing.T) {
 		})
 	}
 	t.Run("cancelled", func(t *testing.T) {
-		b := s.newBench(t)
+		rig := s.NewRig(t)
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
-		if m, err := s.Driver.Start(ctx, b.spec); !errors.Is(err, context.Canceled) {
+		if m, err := s.Driver.Start(ctx, rig.Spec); !errors.Is(err, context.Canceled) {
 			t.Errorf("Start returns %v, %v", m, err)
 		}
 	})
 }
 
-// bootSnapshot boots a guest and takes its first image.
-func (s Setup) bootSnapshot(t *testing.T) image {
+// BootSnapshot boots a guest and takes its first image.
+func (s Setup) BootSnapshot(t testing.TB) Image {
 	t.Helper()
-	b := s.newBench(t)
-	m := s.boot(t, b, "")
-	checkSteps(t, b.console.wait(s.context(t), t, 3))
-	img := s.snapshot(t, b, m)
+	rig := s.NewRig(t)
+	m := s.Boot(t, rig, "")
+	checkSteps(t, rig.Console.wait(s.Context(t), t, 3))
+	img := s.Snapshot(t, rig, m)
 	must(t, m.Close())
 	return img
 }
@@ -172,19 +172,19 @@ func (s Setup) bootSnapshot(t *testing.T) image {
 // testContinuity goes through several generations, each the child of the one
 // before. One of them goes on in place after its snapshot was taken, as a
 // cancelled hibernation does.
-func (s Setup) testContinuity(t *testing.T, img image) {
+func (s Setup) testContinuity(t *testing.T, img Image) {
 	leavesNothing(t)
 	for range 3 {
-		b, m := s.resume(t, img)
-		before := hashFile(t, b.spec.MemoryPath)
-		must(t, m.Run(s.context(t)))
-		s.goesOn(t, b, img)
-		s.snapshot(t, b, m)
-		seen := len(b.console.wait(s.context(t), t, 1))
-		must(t, m.Run(s.context(t)))
-		checkSteps(t, b.console.wait(s.context(t), t, seen+2))
-		img = s.snapshot(t, b, m)
-		if hashFile(t, b.spec.MemoryPath) != before {
+		rig, m := s.Resume(t, img)
+		before := hashFile(t, rig.Spec.MemoryPath)
+		must(t, m.Run(s.Context(t)))
+		s.GoesOn(t, rig, img)
+		s.Snapshot(t, rig, m)
+		seen := len(rig.Console.wait(s.Context(t), t, 1))
+		must(t, m.Run(s.Context(t)))
+		checkSteps(t, rig.Console.wait(s.Context(t), t, seen+2))
+		img = s.Snapshot(t, rig, m)
+		if hashFile(t, rig.Spec.MemoryPath) != before {
 			t.Error("the machine wrote to its memory file")
 		}
 		must(t, m.Close())
@@ -192,38 +192,38 @@ func (s Setup) testContinuity(t *testing.T, img image) {
 }
 
 // testConcurrent resumes one image in several machines at once.
-func (s Setup) testConcurrent(t *testing.T, img image) {
+func (s Setup) testConcurrent(t *testing.T, img Image) {
 	leavesNothing(t)
 	var done sync.WaitGroup
 	for range 3 {
-		b, m := s.resume(t, img)
+		rig, m := s.Resume(t, img)
 		done.Go(func() {
 			if err := m.Run(t.Context()); err != nil {
 				t.Error(err)
 			}
 		})
-		defer s.goesOn(t, b, img)
+		defer s.GoesOn(t, rig, img)
 	}
 	done.Wait()
 }
 
-func (s Setup) testBadState(t *testing.T, img image) {
+func (s Setup) testBadState(t *testing.T, img Image) {
 	garbage := bytes.Repeat([]byte("no device state"), 1000)
-	failing := io.MultiReader(bytes.NewReader(img.state[:len(img.state)/3]), failingReader{})
+	failing := io.MultiReader(bytes.NewReader(img.State[:len(img.State)/3]), failingReader{})
 	tests := map[string]io.Reader{
 		"empty":     strings.NewReader(""),
 		"garbage":   bytes.NewReader(garbage),
-		"truncated": bytes.NewReader(img.state[:len(img.state)/2]),
-		"spoiled":   bytes.NewReader(append(bytes.Clone(img.state[:len(img.state)/2]), garbage...)),
+		"truncated": bytes.NewReader(img.State[:len(img.State)/2]),
+		"spoiled":   bytes.NewReader(append(bytes.Clone(img.State[:len(img.State)/2]), garbage...)),
 		"unread":    failing,
 	}
 	for name, state := range tests {
 		t.Run(name, func(t *testing.T) {
 			leavesNothing(t)
-			b := s.newBench(t)
-			m := s.start(t, b)
-			must(t, writeOver(b.spec.MemoryPath, img.ram))
-			err := m.LoadState(s.context(t), state)
+			rig := s.NewRig(t)
+			m := s.Start(t, rig)
+			rig.Fill(t, img)
+			err := m.LoadState(s.Context(t), state)
 			if err == nil {
 				t.Fatal("the state loads")
 			}
@@ -236,10 +236,10 @@ func (s Setup) testBadState(t *testing.T, img image) {
 	}
 	t.Run("cancelled", func(t *testing.T) {
 		leavesNothing(t)
-		m := s.start(t, s.newBench(t))
+		m := s.Start(t, s.NewRig(t))
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
-		if err := m.LoadState(ctx, bytes.NewReader(img.state)); !errors.Is(err, context.Canceled) {
+		if err := m.LoadState(ctx, bytes.NewReader(img.State)); !errors.Is(err, context.Canceled) {
 			t.Errorf("LoadState returns %v", err)
 		}
 	})
@@ -252,35 +252,35 @@ type failingReader struct{}
 func (failingReader) Read([]byte) (int, error) { return 0, errUnreadable }
 
 // testWrongOrder gives orders that do not fit.
-func (s Setup) testWrongOrder(t *testing.T, img image) {
+func (s Setup) testWrongOrder(t *testing.T, img Image) {
 	leavesNothing(t)
-	ctx := s.context(t)
-	waiting := s.start(t, s.newBench(t))
+	ctx := s.Context(t)
+	waiting := s.Start(t, s.NewRig(t))
 	if waiting.Run(ctx) == nil {
 		t.Error("a machine runs before a state was loaded")
 	}
-	b, m := s.resume(t, img)
+	rig, m := s.Resume(t, img)
 	must(t, m.Run(ctx))
-	s.goesOn(t, b, img)
+	s.GoesOn(t, rig, img)
 	if m.SaveState(ctx, io.Discard) == nil {
 		t.Error("a machine's state is saved while it runs")
 	}
 	if _, err := m.DirtyPages(ctx); err == nil {
 		t.Error("dirty pages are found while the machine runs")
 	}
-	if m.LoadState(ctx, bytes.NewReader(img.state)) == nil {
+	if m.LoadState(ctx, bytes.NewReader(img.State)) == nil {
 		t.Error("a running machine loads a state")
 	}
 }
 
-func (s Setup) testCrash(t *testing.T, img image) {
+func (s Setup) testCrash(t *testing.T, img Image) {
 	if s.Crash == nil {
 		t.Skip("the driver's machines do not crash")
 	}
 	leavesNothing(t)
-	b, m := s.resume(t, img)
-	must(t, m.Run(s.context(t)))
-	s.goesOn(t, b, img)
+	rig, m := s.Resume(t, img)
+	must(t, m.Run(s.Context(t)))
+	s.GoesOn(t, rig, img)
 	s.Crash(t, m)
 	s.checkGone(t, m, vmm.ReasonCrashed)
 	if m.Exit().Detail == "" {
@@ -289,7 +289,7 @@ func (s Setup) testCrash(t *testing.T, img image) {
 	must(t, m.Close())
 }
 
-func hashFile(t *testing.T, path string) [sha256.Size]byte {
+func hashFile(t testing.TB, path string) [sha256.Size]byte {
 	t.Helper()
 	data, err := os.ReadFile(path)
 	must(t, err)

@@ -18,8 +18,8 @@ type Setup struct {
 	Driver vmm.Driver
 	// Shape is that of all machines.
 	Shape vmm.Shape
-	// Boot starts the guest program; the suite adds words to its Cmdline.
-	Boot vmm.Boot
+	// Guest is how to boot the guest program; the suite adds words to its Cmdline.
+	Guest vmm.Boot
 	// Crash ends a machine as an accident would; nil where nothing can.
 	Crash func(t *testing.T, m vmm.Machine)
 	// Timeout is the time after which a step that should come to an end has failed.
@@ -38,7 +38,7 @@ func Run(t *testing.T, s Setup) {
 
 // testResume shares one snapshot among tests that need one, since a boot is slow.
 func (s Setup) testResume(t *testing.T) {
-	first := s.bootSnapshot(t)
+	first := s.BootSnapshot(t)
 	t.Run("Continuity", func(t *testing.T) { s.testContinuity(t, first) })
 	t.Run("Concurrent", func(t *testing.T) { s.testConcurrent(t, first) })
 	t.Run("BadState", func(t *testing.T) { s.testBadState(t, first) })
@@ -46,8 +46,8 @@ func (s Setup) testResume(t *testing.T) {
 	t.Run("Crash", func(t *testing.T) { s.testCrash(t, first) })
 }
 
-// context returns one that ends with the test or after the time-out.
-func (s Setup) context(t *testing.T) context.Context {
+// Context returns one that ends with the test or after the time-out.
+func (s Setup) Context(t testing.TB) context.Context {
 	ctx, cancel := context.WithTimeout(t.Context(), s.Timeout)
 	t.Cleanup(cancel)
 	return ctx

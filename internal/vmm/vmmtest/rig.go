@@ -25,18 +25,18 @@ const (
 	mac       = "5a:94:ef:e4:0c:ee"
 )
 
-// bench is the surroundings of one machine: its files, its network socket and
+// Rig is the surroundings of one machine: its files, its network socket and
 // what it printed.
-type bench struct {
-	spec    vmm.Spec
-	console *console
+type Rig struct {
+	Spec    vmm.Spec
+	Console *Console
 }
 
-// newBench makes surroundings whose memory file holds zeros.
-func (s Setup) newBench(t *testing.T) *bench {
+// NewRig makes surroundings whose memory file holds zeros.
+func (s Setup) NewRig(t testing.TB) *Rig {
 	t.Helper()
 	dir := t.TempDir()
-	b := &bench{console: newConsole(), spec: vmm.Spec{
+	rig := &Rig{Console: newConsole(), Spec: vmm.Spec{
 		Shape:      s.Shape,
 		Dir:        filepath.Join(dir, "machine"),
 		MemoryPath: filepath.Join(dir, "memory"),
@@ -44,12 +44,12 @@ func (s Setup) newBench(t *testing.T) *bench {
 		NetSocket:  filepath.Join(dir, "net"),
 		MAC:        mac,
 	}}
-	b.spec.Console = b.console
-	must(t, os.Mkdir(b.spec.Dir, 0o700))
-	must(t, makeFile(b.spec.MemoryPath, "", s.Shape.MemoryBytes()))
-	must(t, makeFile(b.spec.BaseImage, BaseText, baseBytes))
-	serveNetwork(t, b.spec.NetSocket)
-	return b
+	rig.Spec.Console = rig.Console
+	must(t, os.Mkdir(rig.Spec.Dir, 0o700))
+	must(t, makeFile(rig.Spec.MemoryPath, "", s.Shape.MemoryBytes()))
+	must(t, makeFile(rig.Spec.BaseImage, BaseText, baseBytes))
+	serveNetwork(t, rig.Spec.NetSocket)
+	return rig
 }
 
 func makeFile(path, start string, size int64) error {
@@ -60,7 +60,7 @@ func makeFile(path, start string, size int64) error {
 }
 
 // serveNetwork takes the connections of network cards and holds them, unread.
-func serveNetwork(t *testing.T, path string) {
+func serveNetwork(t testing.TB, path string) {
 	t.Helper()
 	l, err := net.Listen("unix", path)
 	must(t, err)
@@ -85,54 +85,62 @@ func serveNetwork(t *testing.T, path string) {
 	})
 }
 
-// start starts a machine that is closed with the test.
-func (s Setup) start(t *testing.T, b *bench) vmm.Machine {
+// Start starts a machine that is closed with the test.
+func (s Setup) Start(t testing.TB, rig *Rig) vmm.Machine {
 	t.Helper()
-	m, err := s.Driver.Start(s.context(t), b.spec)
+	m, err := s.Driver.Start(s.Context(t), rig.Spec)
 	must(t, err)
 	t.Cleanup(func() { m.Close() })
+	rig.Console.machine = m
 	return m
 }
 
-// boot starts a machine from cold with words on its command line and lets it run.
-func (s Setup) boot(t *testing.T, b *bench, words string) vmm.Machine {
+// Boot starts a machine from cold with words on its command line and lets it run.
+func (s Setup) Boot(t testing.TB, rig *Rig, words string) vmm.Machine {
 	t.Helper()
-	boot := s.Boot
+	boot := s.Guest
 	boot.Cmdline = strings.TrimSpace(boot.Cmdline + " " + words)
-	b.spec.Boot = &boot
-	m := s.start(t, b)
-	must(t, m.Run(s.context(t)))
+	rig.Spec.Boot = &boot
+	m := s.Start(t, rig)
+	must(t, m.Run(s.Context(t)))
 	return m
 }
 
-// image is a snapshot as the suite takes one.
-type image struct {
-	state []byte
-	ram   []byte
+// Image is a snapshot as the suite takes one.
+type Image struct {
+	State []byte        // of devices and vCPUs
+	RAM   []byte        // whole
 	step  func() uint64 // the last that was printed before; known when the machine is closed
 }
 
-// snapshot pauses a machine and takes its image: the memory file with the dirty
+// Snapshot pauses a machine and takes its image: the memory file with the dirty
 // pages laid over it.
-func (s Setup) snapshot(t *testing.T, b *bench, m vmm.Machine) image {
+func (s Setup) Snapshot(t testing.TB, rig *Rig, m vmm.Machine) Image {
 	t.Helper()
-	ctx := s.context(t)
+	parent, err := os.ReadFile(rig.Spec.MemoryPath)
+	must(t, err)
+	return s.SnapshotOver(t, rig, m, parent)
+}
+
+// SnapshotOver is Snapshot for a memory file whose content is known to the caller.
+func (s Setup) SnapshotOver(t testing.TB, rig *Rig, m vmm.Machine, parent []byte) Image {
+	t.Helper()
+	ctx := s.Context(t)
 	must(t, m.Pause(ctx))
 	var state bytes.Buffer
 	must(t, m.SaveState(ctx, &state))
 	dirty, err := m.DirtyPages(ctx)
 	must(t, err)
 	s.checkRuns(t, dirty)
-	ram, err := os.ReadFile(b.spec.MemoryPath)
-	must(t, err)
+	ram := bytes.Clone(parent)
 	for _, r := range dirty {
 		_, err := m.RAM().ReadAt(ram[r.Offset():r.Offset()+r.Bytes()], r.Offset())
 		must(t, err)
 	}
-	return image{state: state.Bytes(), ram: ram, step: b.console.last}
+	return Image{State: state.Bytes(), RAM: ram, step: rig.Console.last}
 }
 
-func (s Setup) checkRuns(t *testing.T, runs []page.Run) {
+func (s Setup) checkRuns(t testing.TB, runs []page.Run) {
 	t.Helper()
 	if len(runs) == 0 {
 		t.Fatal("no page is dirty though the guest ran")
@@ -145,33 +153,32 @@ func (s Setup) checkRuns(t *testing.T, runs []page.Run) {
 	}
 }
 
-// resume starts a machine, and only then fills its memory file with the image
+// Resume starts a machine, and only then fills its memory file with the image
 // and loads its state; the vCPUs are still stopped.
-func (s Setup) resume(t *testing.T, img image) (*bench, vmm.Machine) {
+func (s Setup) Resume(t testing.TB, img Image) (*Rig, vmm.Machine) {
 	t.Helper()
-	b := s.newBench(t)
-	m := s.start(t, b)
-	must(t, writeOver(b.spec.MemoryPath, img.ram))
-	must(t, m.LoadState(s.context(t), bytes.NewReader(img.state)))
-	return b, m
+	rig := s.NewRig(t)
+	m := s.Start(t, rig)
+	rig.Fill(t, img)
+	must(t, m.LoadState(s.Context(t), bytes.NewReader(img.State)))
+	return rig, m
 }
 
-// writeOver writes data into the file without replacing it.
-func writeOver(path string, data []byte) error {
-	f, err := os.OpenFile(path, os.O_WRONLY, 0)
-	if err != nil {
-		return err
-	}
+// Fill writes an image into the memory file, without replacing the file.
+func (rig *Rig) Fill(t testing.TB, img Image) {
+	t.Helper()
+	f, err := os.OpenFile(rig.Spec.MemoryPath, os.O_WRONLY, 0)
+	must(t, err)
 	defer f.Close()
-	_, err = f.Write(data)
-	return err
+	_, err = f.Write(img.RAM)
+	must(t, err)
 }
 
-// goesOn waits until the machine printed three steps more, the first of which
+// GoesOn waits until the machine printed three steps more, the first of which
 // follows img, all of them right.
-func (s Setup) goesOn(t *testing.T, b *bench, img image) {
+func (s Setup) GoesOn(t testing.TB, rig *Rig, img Image) {
 	t.Helper()
-	steps := b.console.wait(s.context(t), t, 3)
+	steps := rig.Console.wait(s.Context(t), t, 3)
 	// A step that was under way may or may not have been printed whole.
 	if first, last := steps[0].n, img.step(); first != last+1 && first != last+2 {
 		t.Fatalf("the snapshot ends with step %d, and the resumed guest goes on with %d", last, first)
@@ -187,7 +194,7 @@ type step struct {
 
 // checkSteps compares steps, which must be consecutive, with those of a program
 // that ran here.
-func checkSteps(t *testing.T, steps []step) {
+func checkSteps(t testing.TB, steps []step) {
 	t.Helper()
 	memory := make([]byte, ProgramBytes)
 	for n := uint64(1); n < steps[0].n; n++ {
@@ -202,17 +209,19 @@ func checkSteps(t *testing.T, steps []step) {
 	}
 }
 
-// console takes what a guest prints.
-type console struct {
+// Console takes what a guest prints.
+type Console struct {
+	machine vmm.Machine // that prints
+
 	mu      sync.Mutex
 	text    []byte
 	changed chan struct{} // closed and replaced with each write
 }
 
-func newConsole() *console { return &console{changed: make(chan struct{})} }
+func newConsole() *Console { return &Console{changed: make(chan struct{})} }
 
 // Write implements io.Writer.
-func (c *console) Write(p []byte) (int, error) {
+func (c *Console) Write(p []byte) (int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.text = append(c.text, p...)
@@ -221,14 +230,15 @@ func (c *console) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-func (c *console) String() string {
+// String returns all that was printed so far.
+func (c *Console) String() string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return string(c.text)
 }
 
 // steps returns the whole lines of the program that were printed so far.
-func (c *console) steps() ([]step, <-chan struct{}) {
+func (c *Console) steps() ([]step, <-chan struct{}) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	var steps []step
@@ -242,7 +252,7 @@ func (c *console) steps() ([]step, <-chan struct{}) {
 }
 
 // last returns the number of the last step printed, 0 before the first.
-func (c *console) last() uint64 {
+func (c *Console) last() uint64 {
 	steps, _ := c.steps()
 	if len(steps) == 0 {
 		return 0
@@ -250,8 +260,14 @@ func (c *console) last() uint64 {
 	return steps[len(steps)-1].n
 }
 
-// wait waits until at least n steps were printed and returns all there are.
-func (c *console) wait(ctx context.Context, t *testing.T, n int) []step {
+// Wait waits until the guest's program printed at least n steps.
+func (c *Console) Wait(ctx context.Context, t testing.TB, n int) {
+	t.Helper()
+	c.wait(ctx, t, n)
+}
+
+// wait is Wait; it returns all steps that there are.
+func (c *Console) wait(ctx context.Context, t testing.TB, n int) []step {
 	t.Helper()
 	for {
 		steps, changed := c.steps()
@@ -260,6 +276,11 @@ func (c *console) wait(ctx context.Context, t *testing.T, n int) []step {
 		}
 		select {
 		case <-changed:
+		case <-c.machine.Exited(): // after its last words were written
+			if steps, _ := c.steps(); len(steps) >= n {
+				return steps
+			}
+			t.Fatalf("the machine ended: %+v; it printed:\n%s", c.machine.Exit(), c)
 		case <-ctx.Done():
 			t.Fatalf("%d steps in time, want %d; the guest printed:\n%s", len(steps), n, c)
 		}
@@ -268,7 +289,7 @@ func (c *console) wait(ctx context.Context, t *testing.T, n int) []step {
 
 // leavesNothing checks at the end of the test that no goroutine and no
 // descriptor is left of it.
-func leavesNothing(t *testing.T) {
+func leavesNothing(t testing.TB) {
 	t.Helper()
 	running := goleak.IgnoreCurrent()
 	before := openFiles(t)
@@ -280,14 +301,14 @@ func leavesNothing(t *testing.T) {
 	})
 }
 
-func openFiles(t *testing.T) int {
+func openFiles(t testing.TB) int {
 	t.Helper()
 	entries, err := os.ReadDir("/proc/self/fd")
 	must(t, err)
 	return len(entries)
 }
 
-func must(t *testing.T, err error) {
+func must(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)

@@ -1,0 +1,9 @@
+package server
+
+// Routes returns method and path of every route; a method of "" is any.
+func (s *Server) Routes() (all [][2]string) {
+	for _, r := range s.routes() {
+		all = append(all, [2]string{r.method, r.path})
+	}
+	return all
+}
