@@ -130,7 +130,9 @@ func (fs *fileSystem) Open(_ <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut
 	if fs.slot(in.NodeId) == nil {
 		return fuse.ENOENT
 	}
-	out.OpenFlags = fuse.FOPEN_KEEP_CACHE
+	// Without a FLUSH at each close a killed process need not wait for the pager
+	// before it can end, and its pager may be hung, or itself.
+	out.OpenFlags = fuse.FOPEN_KEEP_CACHE | fuse.FOPEN_NOFLUSH
 	return fuse.OK
 }
 

@@ -352,6 +352,33 @@ func TestCrashDuringCapture(t *testing.T) {
 	}
 }
 
+// TestCrashBeforeTheSeal: what was written of a guest that did not run on is
+// left to whoever gave the order.
+func TestCrashBeforeTheSeal(t *testing.T) {
+	r := newRig(t, rigOptions{})
+	r.boot()
+	report := r.capture(1)
+	h := &host{repo: r.repo(), phase: PhaseStopped, exit: &vmm.Exit{Reason: vmm.ReasonCrashed}, changed: make(chan struct{})}
+	wantCode(t, h.markSealed(context.Background(), &report), CodeStopped, string(vmm.ReasonCrashed))
+	if ref, err := h.repo.Find(context.Background(), report.Snapshot.ID); err != nil || ref != report.Snapshot {
+		t.Errorf("the snapshot: %v, %v", ref, err)
+	}
+}
+
+// TestCancelledAtTheSeal: the cancellation came when all was written.
+func TestCancelledAtTheSeal(t *testing.T) {
+	r := newRig(t, rigOptions{})
+	r.boot()
+	report := r.capture(1)
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	h := &host{repo: r.repo(), phase: PhaseCapturing, changed: make(chan struct{})}
+	if err := h.markSealed(ctx, &report); !errors.Is(err, context.Canceled) || h.phase != PhaseCapturing {
+		t.Errorf("%v, and the machine is %s", err, h.phase)
+	}
+	holdsNoSnapshot(t, r.cfg.Store)
+}
+
 func TestCrashWhileSealed(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	r.boot()

@@ -6,6 +6,7 @@ import (
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 
@@ -30,8 +31,9 @@ type driver struct {
 	*fake.Driver
 	ports map[int]func(net.Conn) // set before Start
 
-	mu sync.Mutex
-	on func(m *machine, step string) error
+	mu   sync.Mutex
+	on   func(m *machine, step string) error
+	last *machine
 }
 
 func newDriver() *driver { return &driver{Driver: fake.New()} }
@@ -58,7 +60,17 @@ func (d *driver) Start(ctx context.Context, spec vmm.Spec) (vmm.Machine, error) 
 	if err != nil {
 		return nil, err
 	}
-	return &machine{Machine: m.(*fake.Machine), driver: d, dir: spec.Dir}, nil
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.last = &machine{Machine: m.(*fake.Machine), driver: d, dir: spec.Dir}
+	return d.last, nil
+}
+
+// machine returns the machine that was started last.
+func (d *driver) machine() *machine {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.last
 }
 
 type machine struct {
@@ -66,12 +78,14 @@ type machine struct {
 	driver *driver
 	dir    string
 	served sync.WaitGroup
+	runs   atomic.Bool // the vCPUs may run
 }
 
 func (m *machine) Run(ctx context.Context) error {
 	if err := m.driver.hit(m, stepRun); err != nil {
 		return err
 	}
+	m.runs.Store(true)
 	return m.Machine.Run(ctx)
 }
 
@@ -79,6 +93,7 @@ func (m *machine) Pause(ctx context.Context) error {
 	if err := m.Machine.Pause(ctx); err != nil {
 		return err
 	}
+	m.runs.Store(false)
 	return m.driver.hit(m, stepPaused)
 }
 

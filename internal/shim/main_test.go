@@ -14,16 +14,55 @@ import (
 	"github.com/hibernacle/hibernacle/internal/vmm"
 )
 
-// TestMain makes the test binary a shim, for a Launcher, or runs the tests.
+// TestMain makes the test binary a shim, for a Launcher, or a daemon that
+// launches one, or runs the tests.
 func TestMain(m *testing.M) {
-	if len(os.Args) > 2 && os.Args[1] == "shim" {
-		if err := runChild(os.Args[2]); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-			os.Exit(1)
-		}
-		os.Exit(0)
+	var err error
+	switch {
+	case len(os.Args) == 3 && os.Args[1] == "shim":
+		err = runChild(os.Args[2])
+	case len(os.Args) == 5 && os.Args[1] == "daemon":
+		err = runDaemon(os.Args[2], os.Args[3], os.Args[4] == "true")
+	default:
+		goleak.VerifyTestMain(m)
+		return
 	}
-	goleak.VerifyTestMain(m)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+}
+
+// runDaemon launches a shim with a running guest, adopts it or not, says so
+// and waits to be killed.
+func runDaemon(runDir, store string, adopt bool) error {
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	image := filepath.Join(filepath.Dir(runDir), "base")
+	if err := os.WriteFile(image, make([]byte, 2<<20), 0o600); err != nil {
+		return err
+	}
+	ctx := context.Background()
+	l := &Launcher{Binary: self, RunDir: runDir, Store: store}
+	c, err := l.Launch(ctx, "vm1")
+	if err != nil {
+		return err
+	}
+	if err := c.Prepare(ctx, PrepareRequest{Shape: testShape, BaseImage: image, Boot: &vmm.Boot{}}); err != nil {
+		return err
+	}
+	if _, err := c.Boot(ctx, bootRequest()); err != nil {
+		return err
+	}
+	if adopt {
+		if err := c.Adopt(ctx); err != nil {
+			return err
+		}
+	}
+	fmt.Println("ready")
+	select {}
 }
 
 // runChild is Run with the fake driver. Each step of a machine leaves a file

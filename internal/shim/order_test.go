@@ -149,6 +149,22 @@ func TestOrdersTakeTurns(t *testing.T) {
 	r.capture(2)
 }
 
+// TestOrdersAfterTheEnd: what comes on a connection that still stands is told so.
+func TestOrdersAfterTheEnd(t *testing.T) {
+	h := &host{order: make(chan struct{}, 1), ended: make(chan struct{}), changed: make(chan struct{}), phase: PhaseRunning}
+	h.order <- struct{}{}
+	h.end()
+	h.end()
+	for range 20 { // the lock is free as well: what select takes must not matter
+		_, err := h.begin(context.Background(), PhaseRunning)
+		wantCode(t, err, CodeStopped, "ending")
+	}
+	wantCode(t, h.adopt(), CodeStopped, "ending")
+	if h.trackStream() {
+		t.Error("a stream begins after the end")
+	}
+}
+
 func TestMalformedOrders(t *testing.T) {
 	r := newRig(t, rigOptions{})
 	tests := []struct {

@@ -1,0 +1,487 @@
+package shim
+
+import (
+	"context"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/hibernacle/hibernacle/internal/failpoint"
+	"github.com/hibernacle/hibernacle/internal/vmm"
+)
+
+// newLauncher starts shims as processes: this test binary, see TestMain.
+func newLauncher(t *testing.T) *Launcher {
+	t.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := tempDir(t)
+	l := &Launcher{Binary: self, RunDir: filepath.Join(dir, "run"), Store: filepath.Join(dir, "store")}
+	if err := os.Mkdir(l.RunDir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	return l
+}
+
+// launch starts a shim, which the end of the test releases.
+func launch(t *testing.T, l *Launcher, vm string) *guest {
+	t.Helper()
+	c, err := l.Launch(context.Background(), vm)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		defer cancel()
+		if err := c.Release(ctx); err != nil {
+			t.Errorf("release %s: %v", vm, err)
+		}
+		isGone(t, c)
+	})
+	return &guest{t: t, client: c, image: baseImage(t, filepath.Dir(l.RunDir))}
+}
+
+// isGone checks that nothing is left of a machine.
+func isGone(t *testing.T, c *Client) {
+	t.Helper()
+	if c.handle.Alive() {
+		t.Error("the process lives")
+	}
+	mounts, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if strings.Contains(string(mounts), c.handle.Dir()+"/") {
+		t.Error("the pager is mounted")
+	}
+	if _, err := os.Lstat(c.handle.Dir()); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the folder is there: %v", err)
+	}
+}
+
+func TestLaunch(t *testing.T) {
+	l := newLauncher(t)
+	g := launch(t, l, "vm1")
+	h := g.client.Handle()
+	if h.VM != "vm1" || h.Protocol != ProtocolVersion || !h.Alive() || h.PID == os.Getpid() {
+		t.Errorf("the handle is %+v", h)
+	}
+	left, err := readHandle(h.Dir())
+	if err != nil || left != h {
+		t.Errorf("the folder holds %+v (%v), want %+v", left, err, h)
+	}
+	if _, err := l.Launch(context.Background(), "vm1"); !errors.Is(err, os.ErrExist) {
+		t.Errorf("the same name again: %v", err)
+	}
+	g.boot()
+	g.goesOn()
+	g.capture(1)
+
+	// Another daemon finds it by its handle.
+	adopted, err := l.Adopt(context.Background(), h)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer adopted.Close()
+	other := &guest{t: t, client: adopted}
+	if s := other.status(); s.Phase != PhaseSealed || s.VM != "vm1" {
+		t.Errorf("the status is %+v", s)
+	}
+	other.thaw(1)
+	other.goesOn()
+}
+
+func TestAdoptErrors(t *testing.T) {
+	l := newLauncher(t)
+	g := launch(t, l, "vm1")
+	for name, tt := range map[string]struct {
+		change func(*Handle)
+		want   error
+	}{
+		"dead":       {func(h *Handle) { h.StartTime++ }, ErrGone},
+		"too new":    {func(h *Handle) { h.Protocol = ProtocolVersion + 1 }, ErrProtocol},
+		"too old":    {func(h *Handle) { h.Protocol = ProtocolVersion - 2 }, ErrProtocol},
+		"one before": {func(h *Handle) { h.Protocol = ProtocolVersion - 1 }, nil},
+		"no socket":  {func(h *Handle) { h.Socket += "x" }, os.ErrNotExist},
+	} {
+		t.Run(name, func(t *testing.T) {
+			h := g.client.Handle()
+			tt.change(&h)
+			c, err := l.Adopt(context.Background(), h)
+			if !errors.Is(err, tt.want) {
+				t.Errorf("%v, want %v", err, tt.want)
+			}
+			if err == nil {
+				c.Close()
+			}
+		})
+	}
+}
+
+func TestLaunchThatFails(t *testing.T) {
+	t.Run("no binary", func(t *testing.T) {
+		l := newLauncher(t)
+		l.Binary = "/nowhere/hib"
+		_, err := l.Launch(context.Background(), "vm1")
+		if !errors.Is(err, os.ErrNotExist) {
+			t.Error(err)
+		}
+		isGone(t, newClient(Handle{Socket: filepath.Join(l.RunDir, "vm1", socketName)}, nil))
+	})
+	t.Run("the shim says why", func(t *testing.T) {
+		l := newLauncher(t)
+		l.Store = "/proc/no/store"
+		_, err := l.Launch(context.Background(), "vm1")
+		if err == nil || !strings.Contains(err.Error(), "open the store") || !strings.Contains(err.Error(), "vm1") {
+			t.Error(err)
+		}
+		isGone(t, newClient(Handle{Socket: filepath.Join(l.RunDir, "vm1", socketName)}, nil))
+	})
+	t.Run("the path of the socket is too long", func(t *testing.T) {
+		l := newLauncher(t)
+		vm := strings.Repeat("x", 120)
+		_, err := l.Launch(context.Background(), vm)
+		if err == nil || !strings.Contains(err.Error(), "invalid argument") {
+			t.Error(err)
+		}
+		isGone(t, newClient(Handle{Socket: filepath.Join(l.RunDir, vm, socketName)}, nil))
+	})
+	t.Run("the caller does not wait", func(t *testing.T) {
+		l := newLauncher(t)
+		ctx, cancel := context.WithCancel(context.Background())
+		cancel()
+		if _, err := l.Launch(ctx, "vm1"); !errors.Is(err, context.Canceled) {
+			t.Error(err)
+		}
+		isGone(t, newClient(Handle{Socket: filepath.Join(l.RunDir, "vm1", socketName)}, nil))
+	})
+	t.Run("something that is no shim", func(t *testing.T) {
+		l := newLauncher(t)
+		l.Binary = "/bin/cat"
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		defer cancel()
+		_, err := l.Launch(ctx, "vm1")
+		if err == nil || !strings.Contains(err.Error(), "did not start") {
+			t.Error(err)
+		}
+		isGone(t, newClient(Handle{Socket: filepath.Join(l.RunDir, "vm1", socketName)}, nil))
+	})
+}
+
+// startDaemon starts a process that launches a shim as a daemon would and then
+// waits; see daemon in TestMain.
+func startDaemon(t *testing.T, l *Launcher, adopt bool) (daemon *exec.Cmd, shim Handle) {
+	t.Helper()
+	cmd := exec.Command(l.Binary, "daemon", l.RunDir, l.Store, strconv.FormatBool(adopt))
+	cmd.Stderr = t.Output()
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		cmd.Process.Kill()
+		cmd.Wait()
+	})
+	if n, err := out.Read(make([]byte, 16)); err != nil || n == 0 {
+		t.Fatalf("the daemon does not come up: %v", err)
+	}
+	if shim, err = readHandle(filepath.Join(l.RunDir, "vm1")); err != nil {
+		t.Fatal(err)
+	}
+	return cmd, shim
+}
+
+func TestLifeline(t *testing.T) {
+	t.Run("before the adoption the shim ends with the daemon", func(t *testing.T) {
+		l := newLauncher(t)
+		daemon, handle := startDaemon(t, l, false)
+		if err := daemon.Process.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		eventually(t, "the shim ends", func() bool { return !handle.Alive() })
+		if err := l.Reap(context.Background(), nil); err != nil {
+			t.Fatal(err)
+		}
+		isGone(t, newClient(handle, nil))
+	})
+	t.Run("afterwards it lives on", func(t *testing.T) {
+		l := newLauncher(t)
+		daemon, handle := startDaemon(t, l, true)
+		if err := daemon.Process.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		daemon.Wait()
+		c, err := l.Adopt(context.Background(), handle)
+		if err != nil {
+			t.Fatal(err)
+		}
+		g := &guest{t: t, client: c}
+		if s := g.status(); !s.Adopted {
+			t.Errorf("the status is %+v", s)
+		}
+		g.goesOn()
+		g.capture(1)
+		if err := c.Release(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+		isGone(t, c)
+	})
+}
+
+// TestReleaseOfAHungShim: a stopped process answers nothing, so it is killed.
+func TestReleaseOfAHungShim(t *testing.T) {
+	l := newLauncher(t)
+	g := launch(t, l, "vm1")
+	g.boot()
+	if err := syscall.Kill(g.client.handle.PID, syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	if err := g.client.Release(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	isGone(t, g.client)
+}
+
+func TestKilledShim(t *testing.T) {
+	l := newLauncher(t)
+	g := launch(t, l, "vm1")
+	g.boot()
+	watched := make(chan error, 1)
+	seen := make(chan Event, 100)
+	go func() { watched <- g.client.Watch(context.Background(), func(e Event) { seen <- e }) }()
+	if e := <-seen; e.Status.Phase != PhaseRunning {
+		t.Errorf("the event is %+v", e)
+	}
+	if err := syscall.Kill(g.client.handle.PID, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-watched; !errors.Is(err, ErrGone) {
+		t.Errorf("Watch returned %v, want ErrGone", err)
+	}
+	if _, err := g.client.Status(context.Background()); !errors.Is(err, ErrGone) {
+		t.Errorf("Status returned %v, want ErrGone", err)
+	}
+	if _, err := g.client.Dial(context.Background(), 8000); !errors.Is(err, ErrGone) {
+		t.Errorf("Dial returned %v, want ErrGone", err)
+	}
+	if err := g.client.Thaw(context.Background(), ThawRequest{Attempt: 1}); !errors.Is(err, ErrGone) {
+		t.Errorf("Thaw returned %v, want ErrGone", err)
+	}
+	for range 2 {
+		if err := l.Discard(context.Background(), g.client.Handle()); err != nil {
+			t.Fatal(err)
+		}
+		isGone(t, g.client)
+	}
+}
+
+// TestKilledDuringAnOrder: whoever waits for an answer learns that there will be none.
+func TestKilledDuringAnOrder(t *testing.T) {
+	t.Setenv(failpoint.Env, failPaused+"=kill")
+	l := newLauncher(t)
+	g := launch(t, l, "vm1")
+	g.boot()
+	if _, err := g.client.Capture(context.Background(), captureRequest(1)); !errors.Is(err, ErrGone) {
+		t.Errorf("Capture returned %v, want ErrGone", err)
+	}
+	holdsNoSnapshot(t, l.Store)
+}
+
+func TestReap(t *testing.T) {
+	l := newLauncher(t)
+	known, unknown, killed := launch(t, l, "known"), launch(t, l, "unknown"), launch(t, l, "killed")
+	known.boot()
+	unknown.boot()
+	if err := syscall.Kill(killed.client.handle.PID, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the shim is dead", func() bool { return !killed.client.handle.Alive() })
+	for _, dir := range []string{"empty", "torn", "reused"} {
+		if err := os.Mkdir(filepath.Join(l.RunDir, dir), 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
+	torn := filepath.Join(l.RunDir, "torn", handleFile)
+	if err := os.WriteFile(torn, []byte(`{"vm":`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	// A handle whose process number is another process's by now: this one's.
+	reused := filepath.Join(l.RunDir, "reused", handleFile)
+	text := `{"vm":"reused","pid":` + strconv.Itoa(os.Getpid()) + `,"start_time":1,"boot_id":"` + known.client.handle.BootID + `"}`
+	if err := os.WriteFile(reused, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Reap(context.Background(), []string{"known"}); err != nil {
+		t.Fatal(err)
+	}
+	isGone(t, unknown.client)
+	isGone(t, killed.client)
+	known.goesOn()
+	entries, err := os.ReadDir(l.RunDir)
+	if err != nil || len(entries) != 1 || entries[0].Name() != "known" {
+		t.Errorf("the folders are %v (%v), want that of the known machine", entries, err)
+	}
+}
+
+// TestAccount: a shim under another account cleans up behind itself all the same.
+func TestAccount(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("needs root, to change to another account")
+	}
+	l := newLauncher(t)
+	l.Account = &Credential{UID: 65534, GID: 65534}
+	for _, dir := range []string{filepath.Dir(l.RunDir), l.RunDir} {
+		if err := os.Chmod(dir, 0o711); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Mkdir(l.Store, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chown(l.Store, l.Account.UID, l.Account.GID); err != nil {
+		t.Fatal(err)
+	}
+	g := launch(t, l, "vm1")
+	if err := os.Chmod(g.image, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	g.boot()
+	status, err := os.ReadFile("/proc/" + strconv.Itoa(g.client.handle.PID) + "/status")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !strings.Contains(string(status), "\nUid:\t65534\t65534\t65534\t65534\n") {
+		t.Errorf("the shim runs as\n%s", status)
+	}
+	report := g.capture(1)
+	g.thaw(1)
+	g.goesOn()
+	if err := g.client.Release(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	isGone(t, g.client)
+	next := launch(t, l, "vm2")
+	if err := os.Chmod(next.image, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	next.resume(report.Snapshot)
+	next.goesOn()
+}
+
+// reached tells when a child's capture has come to a failpoint.
+var reached = []struct {
+	point string
+	when  func(l *Launcher, g *guest, req CaptureRequest) bool
+}{
+	{failFrozen, func(_ *Launcher, g *guest, _ CaptureRequest) bool { return g.env().Frozen }},
+	{failPaused, func(_ *Launcher, g *guest, _ CaptureRequest) bool { return passed(g.client, stepPaused) }},
+	{failState, func(_ *Launcher, g *guest, _ CaptureRequest) bool { return passed(g.client, stepState) }},
+	{failScanned, func(_ *Launcher, g *guest, _ CaptureRequest) bool { return passed(g.client, stepScanned) }},
+	{failWritten, func(l *Launcher, g *guest, req CaptureRequest) bool {
+		return slices.Contains(objects(g.t, l.Store, "manifests/"), "manifests/"+string(req.ID))
+	}},
+}
+
+// TestCancelledCapture: a capture that its caller gives up at any point before
+// the seal leaves a guest that goes on, and nothing in the store.
+func TestCancelledCapture(t *testing.T) {
+	for _, at := range reached {
+		for _, how := range []string{"the caller goes away", "the deadline passes", "a thaw", "a crash"} {
+			t.Run(at.point+", "+how, func(t *testing.T) {
+				t.Setenv(failpoint.Env, at.point+"=hang")
+				l := newLauncher(t)
+				g := launch(t, l, "vm1")
+				g.boot()
+				before := g.env().Counter
+				req := captureRequest(3)
+				if how == "the deadline passes" {
+					req.Deadline /= 100
+				}
+				ctx, cancel := context.WithCancel(context.Background())
+				defer cancel()
+				done := make(chan error, 1)
+				go func() {
+					_, err := g.client.Capture(ctx, req)
+					done <- err
+				}()
+				if how != "the deadline passes" {
+					eventually(t, "the capture reaches "+at.point, func() bool { return at.when(l, g, req) })
+				}
+				switch how {
+				case "the caller goes away":
+					cancel()
+					if err := <-done; !errors.Is(err, context.Canceled) {
+						t.Errorf("the caller got %v", err)
+					}
+				case "the deadline passes":
+					wantCode(t, <-done, CodeRefused, "was not sealed within")
+				case "a thaw":
+					g.thaw(3)
+					wantCode(t, <-done, CodeRefused, "attempt 3")
+				case "a crash":
+					if err := syscall.Kill(g.client.handle.PID, syscall.SIGUSR1); err != nil {
+						t.Fatal(err)
+					}
+					s := g.waitPhase(PhaseStopped)
+					if s.Exit == nil || s.Exit.Reason != vmm.ReasonCrashed {
+						t.Errorf("the status is %+v", s)
+					}
+					cancel()
+					<-done
+					wantCode(t, g.client.Thaw(context.Background(), ThawRequest{Attempt: 3}), CodeStopped)
+					holdsNoSnapshot(t, l.Store)
+					return
+				}
+				g.waitPhase(PhaseRunning)
+				g.goesOn()
+				if now := g.env().Counter; now <= before {
+					t.Errorf("the counter went from %d to %d", before, now)
+				}
+				g.refuses(3)
+				holdsNoSnapshot(t, l.Store)
+			})
+		}
+	}
+}
+
+// TestAnswerLostAfterTheSeal: who gives up behind the seal finds the guest
+// sealed, and gets the report by asking again.
+func TestAnswerLostAfterTheSeal(t *testing.T) {
+	t.Setenv(failpoint.Env, failSealed+"=hang")
+	l := newLauncher(t)
+	g := launch(t, l, "vm1")
+	g.boot()
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	req := captureRequest(1)
+	go func() {
+		_, err := g.client.Capture(ctx, req)
+		done <- err
+	}()
+	g.waitPhase(PhaseSealed)
+	cancel()
+	if err := <-done; !errors.Is(err, context.Canceled) {
+		t.Errorf("the caller got %v", err)
+	}
+	again, err := g.client.Capture(context.Background(), req)
+	if err != nil || again.Snapshot.ID != req.ID {
+		t.Errorf("asked again: %+v, %v", again, err)
+	}
+	if s := g.status(); s.Phase != PhaseSealed || s.Captured.Snapshot != again.Snapshot {
+		t.Errorf("the status is %+v", s)
+	}
+	g.thaw(1)
+	g.goesOn()
+	g.refuses(1)
+}
