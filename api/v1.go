@@ -57,12 +57,13 @@ type HibernateReport struct {
 // ResumeReport says how the last resume (or the creation) went. Phases maps a
 // name to milliseconds: vmm, state, unpause, guest_init and others.
 type ResumeReport struct {
-	Tier      string             `json:"tier"` // "local"
-	TotalMS   float64            `json:"total_ms"`
-	Phases    map[string]float64 `json:"phases"`
-	BytesRead int64              `json:"bytes_read"`
-	Faults    int64              `json:"faults"`
-	Warnings  []string           `json:"warnings,omitempty"`
+	Tier            string             `json:"tier"` // "local"
+	TotalMS         float64            `json:"total_ms"`
+	Phases          map[string]float64 `json:"phases"`
+	BytesRead       int64              `json:"bytes_read"`
+	PrefetchedBytes int64              `json:"prefetched_bytes"` // of the working set, ahead of the guest
+	Faults          int64              `json:"faults"`
+	Warnings        []string           `json:"warnings,omitempty"`
 }
 
 // CreateRequest asks for a new sandbox.

@@ -180,7 +180,7 @@ func (r *runner) collect(workload, peer, metric string, n int, do func() (float6
 
 func (r *runner) add(workload, peer, metric string, samples []float64, tried int) {
 	row := Row{
-		Workload: workload, Cache: "warm", Concurrency: 1, MemoryMiB: r.memory, Peer: peer, Accel: r.accel,
+		Workload: workload, Cache: "warm", Prefetch: true, Concurrency: 1, MemoryMiB: r.memory, Peer: peer, Accel: r.accel,
 		Metric: metric, N: tried, SuccessRate: float64(len(samples)) / float64(max(tried, 1)),
 	}
 	slices.Sort(samples)

@@ -157,7 +157,7 @@ func BenchmarkDirty(b *testing.B) {
 		}
 		defer f.Close()
 		for b.Loop() {
-			if _, err := readPagemap(f, addr, size); err != nil {
+			if _, err := readPagemap(f, addr, size, dirtyPages); err != nil {
 				b.Fatal(err)
 			}
 		}

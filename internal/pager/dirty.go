@@ -20,14 +20,42 @@ import (
 // or be ready to see later writes missed. Whether the kernel tells the truth
 // is what ProbeDirty finds out. A range that is not mapped is an error.
 func Dirty(pid int, addr uintptr, length int64) ([]page.Run, error) {
-	runs, err := dirty(pid, addr, length)
+	runs, err := scan(pid, addr, length, dirtyPages)
 	if err != nil {
 		return nil, fmt.Errorf("dirty pages of process %d: %w", pid, err)
 	}
 	return runs, nil
 }
 
-func dirty(pid int, addr uintptr, length int64) ([]page.Run, error) {
+// Present returns, as Dirty does, the pages that the process has in memory or
+// in swap space. A page that was never touched is among them if its neighbour
+// was: the kernel maps up to 64 KiB of a file around a fault.
+func Present(pid int, addr uintptr, length int64) ([]page.Run, error) {
+	runs, err := scan(pid, addr, length, presentPages)
+	if err != nil {
+		return nil, fmt.Errorf("pages of process %d in memory: %w", pid, err)
+	}
+	return runs, nil
+}
+
+// selection says which pages a scan returns, for both of the kernel's interfaces.
+type selection struct {
+	inverted, mask, anyOf uint64 // of PAGEMAP_SCAN
+	entry                 func(uint64) bool
+}
+
+var (
+	dirtyPages = selection{
+		inverted: pageIsFile, mask: pageIsFile, anyOf: pageIsPresent | pageIsSwapped,
+		entry: func(e uint64) bool { return e&(entryPresent|entrySwapped) != 0 && e&entryFile == 0 },
+	}
+	presentPages = selection{
+		anyOf: pageIsPresent | pageIsSwapped,
+		entry: func(e uint64) bool { return e&(entryPresent|entrySwapped) != 0 },
+	}
+)
+
+func scan(pid int, addr uintptr, length int64, want selection) ([]page.Run, error) {
 	if addr%page.Size != 0 || length < 0 || length%page.Size != 0 {
 		return nil, fmt.Errorf("range %#x+%d is not made of pages", addr, length)
 	}
@@ -39,9 +67,9 @@ func dirty(pid int, addr uintptr, length int64) ([]page.Run, error) {
 		return nil, err
 	}
 	defer f.Close()
-	runs, err := scanPagemap(f, addr, length)
+	runs, err := scanPagemap(f, addr, length, want)
 	if errors.Is(err, unix.ENOTTY) { // Linux before 6.7
-		runs, err = readPagemap(f, addr, length)
+		runs, err = readPagemap(f, addr, length, want)
 	}
 	if err != nil {
 		return nil, err
@@ -84,10 +112,10 @@ type scanRegion struct {
 
 var _ [96]byte = [unsafe.Sizeof(scanArg{})]byte{}
 
-// scanPagemap lists dirty pages with one PAGEMAP_SCAN, repeated only where the
+// scanPagemap lists pages with one PAGEMAP_SCAN, repeated only where the
 // regions are too many for one answer. The error wraps ENOTTY where the kernel
 // does not know it. A page mapped to the zero page is "present, not file".
-func scanPagemap(f *os.File, addr uintptr, length int64) ([]page.Run, error) {
+func scanPagemap(f *os.File, addr uintptr, length int64, want selection) ([]page.Run, error) {
 	base, end := uint64(addr), uint64(addr)+uint64(length)
 	vec := make([]scanRegion, 4096)
 	var runs []page.Run
@@ -96,9 +124,9 @@ func scanPagemap(f *os.File, addr uintptr, length int64) ([]page.Run, error) {
 			size:  uint64(unsafe.Sizeof(scanArg{})),
 			start: start, end: end,
 			vec: &vec[0], vecLen: uint64(len(vec)),
-			categoryInverted:  pageIsFile,
-			categoryMask:      pageIsFile,
-			categoryAnyofMask: pageIsPresent | pageIsSwapped,
+			categoryInverted:  want.inverted,
+			categoryMask:      want.mask,
+			categoryAnyofMask: want.anyOf,
 		}
 		n, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), pagemapScan, uintptr(unsafe.Pointer(&arg)))
 		if errno == unix.EINTR {
@@ -127,8 +155,8 @@ const (
 	entryFile    = 1 << 61
 )
 
-// readPagemap lists dirty pages by reading the entry of every page.
-func readPagemap(f *os.File, addr uintptr, length int64) ([]page.Run, error) {
+// readPagemap lists pages by reading the entry of every page.
+func readPagemap(f *os.File, addr uintptr, length int64, want selection) ([]page.Run, error) {
 	const entry = 8
 	var runs []page.Run
 	buf := make([]byte, 1<<20)
@@ -144,7 +172,7 @@ func readPagemap(f *os.File, addr uintptr, length int64) ([]page.Run, error) {
 		}
 		for ; len(b) > 0; b = b[entry:] {
 			e := binary.NativeEndian.Uint64(b)
-			if e&(entryPresent|entrySwapped) != 0 && e&entryFile == 0 {
+			if want.entry(e) {
 				runs = appendRun(runs, done, 1)
 			}
 			done++

@@ -28,11 +28,11 @@ func dirtyOf(t testing.TB, c *child, addr uint64, length int64) []page.Run {
 		t.Fatal(err)
 	}
 	defer f.Close()
-	read, err := readPagemap(f, uintptr(addr), length)
+	read, err := readPagemap(f, uintptr(addr), length, dirtyPages)
 	if err != nil {
 		t.Fatal(err)
 	}
-	scanned, err := scanPagemap(f, uintptr(addr), length)
+	scanned, err := scanPagemap(f, uintptr(addr), length, dirtyPages)
 	if errors.Is(err, unix.ENOTTY) {
 		scanned, err = read, nil // an older kernel
 	}

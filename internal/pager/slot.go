@@ -37,6 +37,7 @@ type Slot struct {
 	store      func(node uint64, off int64, p []byte) fuse.Status
 
 	reads, bytesRead atomic.Int64
+	touched          record
 
 	mu     sync.RWMutex
 	closed bool
@@ -133,6 +134,7 @@ func (l *Slot) read(p []byte, off int64) (int, error) {
 	}
 	l.reads.Add(1)
 	l.bytesRead.Add(int64(n))
+	l.touched.add(off, n)
 	return n, nil
 }
 

@@ -138,12 +138,13 @@ type HibernateReport struct {
 // milliseconds: vmm (start of the shim and its VMM) and those of the shim
 // (bind, state, unpause, guest_init).
 type ResumeReport struct {
-	Tier      string             `json:"tier"` // "local", or "boot" for a cold boot
-	TotalMS   float64            `json:"total_ms"`
-	Phases    map[string]float64 `json:"phases"`
-	BytesRead int64              `json:"bytes_read"`
-	Faults    int64              `json:"faults"`
-	Warnings  []string           `json:"warnings,omitempty"`
+	Tier            string             `json:"tier"` // "local", or "boot" for a cold boot
+	TotalMS         float64            `json:"total_ms"`
+	Phases          map[string]float64 `json:"phases"`
+	BytesRead       int64              `json:"bytes_read"`
+	PrefetchedBytes int64              `json:"prefetched_bytes"`
+	Faults          int64              `json:"faults"`
+	Warnings        []string           `json:"warnings,omitempty"`
 }
 
 // view returns the record as others may see it.

@@ -118,7 +118,7 @@ func (c *Core) start(ctx context.Context, e *entry, points startPoints, request 
 	if err := failpoint.Hit(ctx, points.running); err != nil {
 		return err
 	}
-	report := ResumeReport{Tier: tierLocal, Phases: map[string]float64{}, BytesRead: rep.BytesRead, Faults: rep.Faults, Warnings: rep.Warnings}
+	report := ResumeReport{Tier: tierLocal, Phases: map[string]float64{}, BytesRead: rep.BytesRead, Faults: rep.Faults, PrefetchedBytes: rep.PrefetchedBytes, Warnings: rep.Warnings}
 	if boot {
 		report.Tier = tierBoot
 	}

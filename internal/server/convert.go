@@ -40,7 +40,7 @@ func toSandbox(s sandbox.Sandbox) api.Sandbox {
 	if r := s.LastResume; r != nil {
 		out.LastResume = &api.ResumeReport{
 			Tier: r.Tier, TotalMS: r.TotalMS, Phases: orEmpty(r.Phases),
-			BytesRead: r.BytesRead, Faults: r.Faults, Warnings: r.Warnings,
+			BytesRead: r.BytesRead, Faults: r.Faults, PrefetchedBytes: r.PrefetchedBytes, Warnings: r.Warnings,
 		}
 	}
 	return out

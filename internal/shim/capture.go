@@ -140,6 +140,7 @@ func (h *host) seal(ctx context.Context, req CaptureRequest) (CaptureReport, err
 	if err := failpoint.Hit(ctx, failState); err != nil {
 		return CaptureReport{}, err
 	}
+	h.workset.learn(ctx)
 	dirty, err := h.dirtyPages(ctx, req.Full)
 	if err != nil {
 		return CaptureReport{}, err
@@ -150,7 +151,7 @@ func (h *host) seal(ctx context.Context, req CaptureRequest) (CaptureReport, err
 	}
 	ref, meta, err := h.repo.Capture(ctx, snapshot.CaptureInput{
 		ID: req.ID, Parent: h.parent, MemoryBytes: h.shape.MemoryBytes(),
-		State: state.Bytes(), RAM: h.machine.RAM(), Dirty: dirty,
+		State: state.Bytes(), RAM: h.machine.RAM(), Dirty: dirty, WorkingSet: h.workset.get(),
 		Metadata: snapshot.Metadata{Attempt: req.Attempt, Generation: req.Generation, Key: req.Key, ControlToken: h.token},
 	})
 	if err != nil {

@@ -65,6 +65,9 @@ type host struct {
 	cold   bool               // prepared to boot
 	parent *snapshot.Snapshot // that the machine was resumed from; nil after a cold boot
 	token  string             // present control token of the agent
+	advice string             // what is wrong with the snapshot's working set
+
+	workset workset
 
 	mu      sync.Mutex
 	machine vmm.Machine   // written once, by an order; orders read it without mu
@@ -302,6 +305,7 @@ func (h *host) close(cancelOrders func()) error {
 	<-h.order            // for good
 	h.endMachine()       // that a prepare had under way
 	h.agent.Close()
+	h.workset.close()
 	if h.parent != nil {
 		_ = h.parent.Close()
 	}

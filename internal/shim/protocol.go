@@ -104,10 +104,11 @@ type ResumeRequest struct {
 // milliseconds: resume has at least bind, state, unpause, guest_init; vmm is the
 // time that Prepare took.
 type StartReport struct {
-	Phases    map[string]float64 `json:"phases"`
-	BytesRead int64              `json:"bytes_read"` // from snapshots, until the report
-	Faults    int64              `json:"faults"`     // page reads that the pager answered, until the report
-	Warnings  []string           `json:"warnings,omitempty"`
+	Phases          map[string]float64 `json:"phases"`
+	BytesRead       int64              `json:"bytes_read"`       // from snapshots by page reads, until the report
+	Faults          int64              `json:"faults"`           // page reads that the pager answered, until the report
+	PrefetchedBytes int64              `json:"prefetched_bytes"` // pushed ahead of them, if that is done already
+	Warnings        []string           `json:"warnings,omitempty"`
 }
 
 // CaptureRequest takes a snapshot. When the answer comes, snapshot.ID is whole

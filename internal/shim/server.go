@@ -164,7 +164,8 @@ func (h *host) handler() http.Handler {
 	mux.HandleFunc("POST /v1/thaw", order(func(ctx context.Context, r ThawRequest) (struct{}, error) {
 		return struct{}{}, h.thaw(ctx, r)
 	}))
-	mux.HandleFunc("POST /v1/release", order(func(context.Context, struct{}) (struct{}, error) {
+	mux.HandleFunc("POST /v1/release", order(func(ctx context.Context, _ struct{}) (struct{}, error) {
+		h.workset.learn(ctx) // a short life teaches, too
 		h.end()
 		return struct{}{}, nil
 	}))

@@ -174,6 +174,7 @@ func (h *host) bind(ctx context.Context, req ResumeRequest) ([]byte, error) {
 		return nil, err
 	}
 	h.parent, h.token = snap, meta.ControlToken
+	h.advice = h.workset.start(h.repo, snap, h.slot, h.machine)
 	return state, nil
 }
 
@@ -191,7 +192,14 @@ func (h *host) welcome(ctx context.Context, init guestapi.InitRequest, watch *st
 		watch.phases["guest_init."+step] = ms
 	}
 	stats := h.slot.Stats()
-	return StartReport{Phases: watch.phases, BytesRead: stats.BytesRead, Faults: stats.Reads, Warnings: resp.Warnings}, nil
+	report := StartReport{
+		Phases: watch.phases, BytesRead: stats.BytesRead, Faults: stats.Reads,
+		PrefetchedBytes: h.workset.prefetched.Load(), Warnings: resp.Warnings,
+	}
+	if h.advice != "" {
+		report.Warnings = append(report.Warnings, h.advice)
+	}
+	return report, nil
 }
 
 // initGuest calls the agent's init until it is there to answer. The clock that

@@ -12,7 +12,7 @@ import (
 // Collected says what Collect did.
 type Collected struct {
 	Manifests int   `json:"manifests"` // deleted
-	States    int   `json:"states"` // working sets go with them and are not counted
+	States    int   `json:"states"`    // working sets go with them and are not counted
 	Packs     int   `json:"packs"`
 	Bytes     int64 `json:"bytes"`  // of all these
 	InUse     int   `json:"in_use"` // objects that stay until whoever has them open closes them

@@ -148,6 +148,11 @@ type Machine interface {
 	// too many pages, never too few.
 	DirtyPages(ctx context.Context) ([]page.Run, error)
 
+	// PresentPages returns, sorted and normalised, the pages of the RAM that the
+	// guest has touched since the machine was started, and perhaps neighbours
+	// of them.
+	PresentPages(ctx context.Context) ([]page.Run, error)
+
 	// RAM reads the guest's memory from outside. Its methods may be called at
 	// the same time, on a paused machine, for pages that DirtyPages named.
 	RAM() io.ReaderAt

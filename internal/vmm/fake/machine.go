@@ -239,6 +239,14 @@ func (m *Machine) DirtyPages(ctx context.Context) ([]page.Run, error) {
 	return m.memory.dirty(), nil
 }
 
+// PresentPages implements vmm.Machine: a fake guest touches everything.
+func (m *Machine) PresentPages(context.Context) ([]page.Run, error) {
+	if err := m.ended(); err != nil {
+		return nil, err
+	}
+	return []page.Run{{Count: uint64(m.spec.Shape.MemoryBytes() / page.Size)}}, nil
+}
+
 // RAM implements vmm.Machine.
 func (m *Machine) RAM() io.ReaderAt { return ram{m} }
 

@@ -216,6 +216,18 @@ func (m *machine) dirtyPages(ctx context.Context) ([]page.Run, error) {
 	return pager.Dirty(m.PID(), mapping.address, mapping.length)
 }
 
+// PresentPages implements vmm.Machine.
+func (m *machine) PresentPages(context.Context) ([]page.Run, error) {
+	if err := m.ended(); err != nil {
+		return nil, err
+	}
+	mapping, err := m.mapped()
+	if err != nil {
+		return nil, err
+	}
+	return pager.Present(m.PID(), mapping.address, mapping.length)
+}
+
 // RAM implements vmm.Machine.
 func (m *machine) RAM() io.ReaderAt { return ram{m} }
 
