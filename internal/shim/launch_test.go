@@ -3,6 +3,7 @@ package shim
 import (
 	"context"
 	"errors"
+	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -10,6 +11,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 )
 
 // newLauncher starts shims as processes: this test binary, see TestMain.
@@ -243,10 +245,52 @@ func TestReleaseOfAHungShim(t *testing.T) {
 	if err := syscall.Kill(g.client.handle.PID, syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}
+	eventually(t, "the shim stands still", func() bool { return threadsAre(t, g.client.handle.PID, "T") })
 	if err := g.client.Release(context.Background()); err != nil {
 		t.Fatal(err)
 	}
 	isGone(t, g.client)
+}
+
+// threadsAre tells whether all threads of a process are in a state of proc(5).
+func threadsAre(t *testing.T, pid int, state string) bool {
+	t.Helper()
+	stats, err := filepath.Glob("/proc/" + strconv.Itoa(pid) + "/task/*/stat")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range stats {
+		stat, err := os.ReadFile(path)
+		if err != nil {
+			return false // the thread ended meanwhile
+		}
+		if !strings.Contains(string(stat), ") "+state+" ") {
+			return false
+		}
+	}
+	return len(stats) > 0
+}
+
+// TestKilledAtTheEnd: a shim that is killed while it ends by itself, at
+// whatever instant, ends all the same.
+func TestKilledAtTheEnd(t *testing.T) {
+	l := newLauncher(t)
+	rng := rand.New(rand.NewPCG(seed(t), 0))
+	for range 20 {
+		g := launch(t, l, "vm1")
+		g.boot()
+		released := make(chan error, 1)
+		go func() { released <- g.release() }()
+		time.Sleep(time.Duration(rng.IntN(15_000)) * time.Microsecond)
+		_ = syscall.Kill(g.client.handle.PID, syscall.SIGKILL) // nobody else reuses the number: it is waited for below
+		<-released
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		if err := g.client.Release(ctx); err != nil {
+			t.Fatal(err)
+		}
+		cancel()
+		isGone(t, g.client)
+	}
 }
 
 func TestKilledShim(t *testing.T) {
