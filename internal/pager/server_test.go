@@ -223,15 +223,18 @@ func TestCleanStaleOfAnotherUser(t *testing.T) {
 }
 
 func TestParseMount(t *testing.T) {
-	tests := []struct{ line, point, fsType string }{
-		{"40 23 0:36 / /run/a\\040b rw,nosuid - fuse.hibernacle hibernacle rw", "/run/a b", "fuse.hibernacle"},
-		{"36 35 98:0 /m1 /m2 rw master:1 shared:2 - ext3 /dev/root rw", "/m2", "ext3"},
-		{"36 35 98:0 /m1 /m2 rw", "", ""},
-		{" - ", "", ""},
+	tests := []struct {
+		line string
+		want mountPoint
+	}{
+		{"40 23 0:36 / /run/a\\040b rw,nosuid - fuse.hibernacle hibernacle rw", mountPoint{"/run/a b", "fuse.hibernacle", "0:36"}},
+		{"36 35 98:0 /m1 /m2 rw master:1 shared:2 - ext3 /dev/root rw", mountPoint{"/m2", "ext3", "98:0"}},
+		{"36 35 98:0 /m1 /m2 rw", mountPoint{}},
+		{" - ", mountPoint{}},
 	}
 	for _, tt := range tests {
-		if point, fsType := parseMount(tt.line); point != tt.point || fsType != tt.fsType {
-			t.Errorf("parseMount(%q) = %q, %q", tt.line, point, fsType)
+		if got := parseMount(tt.line); got != tt.want {
+			t.Errorf("parseMount(%q) = %+v, want %+v", tt.line, got, tt.want)
 		}
 	}
 }

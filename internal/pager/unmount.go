@@ -70,30 +70,40 @@ func served(dir string) bool {
 
 // pagerMounted tells whether the topmost mount at dir is a pager's.
 func pagerMounted(dir string) (bool, error) {
+	m, err := mountAt(dir)
+	return m.fsType == "fuse."+fsName, err
+}
+
+// mountPoint is what mountinfo tells about a mount.
+type mountPoint struct {
+	path, fsType string
+	device       string // major:minor
+}
+
+// mountAt returns the topmost mount at dir, the zero value if there is none.
+func mountAt(dir string) (found mountPoint, err error) {
 	info, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil {
-		return false, err
+		return mountPoint{}, err
 	}
-	found := false
 	for line := range strings.Lines(string(info)) {
-		point, fsType := parseMount(line)
-		if point == dir {
-			found = fsType == "fuse."+fsName
+		if m := parseMount(line); m.path == dir {
+			found = m
 		}
 	}
 	return found, nil
 }
 
-// parseMount returns mount point and type of a line of mountinfo: "36 35 98:0
-// /root /point options optional… - type source superoptions". Both are empty
-// if the line is not of that form.
-func parseMount(line string) (point, fsType string) {
+// parseMount reads a line of mountinfo: "36 35 98:0 /root /point options
+// optional… - type source superoptions". It returns the zero value if the line
+// is not of that form.
+func parseMount(line string) mountPoint {
 	front, back, ok := strings.Cut(line, " - ")
 	fields, types := strings.Fields(front), strings.Fields(back)
 	if !ok || len(fields) < 5 || len(types) < 1 {
-		return "", ""
+		return mountPoint{}
 	}
-	return unescape(fields[4]), types[0]
+	return mountPoint{path: unescape(fields[4]), fsType: types[0], device: fields[2]}
 }
 
 // detach unmounts dir at once, even if it is in use: by system call where this
@@ -117,21 +127,27 @@ func detach(dir string) error {
 	return nil
 }
 
-// connection returns the number of the FUSE connection mounted at dir, 0 if it
-// cannot be told.
-func connection(dir string) uint32 {
-	var st unix.Stat_t
-	if unix.Stat(dir, &st) != nil {
-		return 0
+// connection returns the number of the FUSE connection mounted at dir, "" if it
+// cannot be told. It asks the kernel and not, by a stat, the pager: a process
+// that is killed while it waits for its own answer never ends.
+func connection(dir string) string {
+	dir, err := canonical(dir)
+	if err != nil {
+		return ""
 	}
-	return unix.Minor(st.Dev)
+	m, err := mountAt(dir)
+	if err != nil {
+		return ""
+	}
+	_, minor, _ := strings.Cut(m.device, ":")
+	return minor
 }
 
 // abort ends a FUSE connection through fusectl, if that is mounted. Its
 // files belong to the user who mounted. An error is of no interest: where
 // it does not work, the connection ends with the processes that use it.
-func abort(conn uint32) {
-	if conn != 0 {
-		_ = os.WriteFile(fmt.Sprintf("/sys/fs/fuse/connections/%d/abort", conn), []byte("1"), 0)
+func abort(conn string) {
+	if conn != "" {
+		_ = os.WriteFile("/sys/fs/fuse/connections/"+conn+"/abort", []byte("1"), 0)
 	}
 }

@@ -173,7 +173,7 @@ func TestFailedCapture(t *testing.T) {
 		{"the freeze fails", limits{}, func(r *rig) {
 			r.driver.SetFaults(fake.Faults{Freeze: func(context.Context) error { return broken }})
 		}, CodeGuest, "broken on purpose"},
-		{"the freeze hangs", limits{freeze: 50 * time.Millisecond}, func(r *rig) { r.driver.SetFaults(hangingFreeze()) }, CodeGuest, "freeze"},
+		{"the freeze hangs", limits{freeze: time.Second}, func(r *rig) { r.driver.SetFaults(hangingFreeze()) }, CodeGuest, "freeze"},
 		{"the pause fails", limits{}, failAt(stepPaused), CodeFailed, "broken on purpose"},
 		{"the state cannot be saved", limits{}, func(r *rig) {
 			r.driver.SetFaults(fake.Faults{SaveState: func(context.Context) error { return broken }})
@@ -201,7 +201,7 @@ func TestFailedCapture(t *testing.T) {
 // TestAgentThatHangs: an agent that answers nothing does not keep a capture
 // for ever, and its guest runs on.
 func TestAgentThatHangs(t *testing.T) {
-	r := newRig(t, rigOptions{limits: limits{freeze: 50 * time.Millisecond, thaw: 50 * time.Millisecond}})
+	r := newRig(t, rigOptions{limits: limits{freeze: 50 * time.Millisecond}})
 	r.boot()
 	// The guest cannot be dialled: every call to it waits.
 	ctx := context.Background()

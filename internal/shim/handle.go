@@ -56,11 +56,12 @@ func startTime(pid int) (uint64, error) {
 	}
 	// The name in parentheses may hold blanks and parentheses of its own.
 	fields := bytes.Fields(b[bytes.LastIndexByte(b, ')')+1:])
-	const state, start = 0, 19 // fields 3 and 22 of proc(5)
+	const state, threads, start = 0, 17, 19 // fields 3, 20 and 22 of proc(5)
 	if len(fields) <= start {
 		return 0, fmt.Errorf("look at process %d: short stat line", pid)
 	}
-	if s := fields[state][0]; s == 'Z' || s == 'X' {
+	// The state is that of its first thread, which may end before the others.
+	if s := fields[state][0]; s == 'X' || s == 'Z' && string(fields[threads]) == "1" {
 		return 0, fmt.Errorf("process %d has ended", pid)
 	}
 	return strconv.ParseUint(string(fields[start]), 10, 64)

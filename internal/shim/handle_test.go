@@ -3,8 +3,37 @@ package shim
 import (
 	"os"
 	"os/exec"
+	"strconv"
+	"strings"
 	"testing"
 )
+
+// TestHeadless: a process whose first thread has ended looks like a zombie, and
+// is alive as long as another thread is.
+func TestHeadless(t *testing.T) {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(self, "headless", "process", "")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	pid := cmd.Process.Pid
+	eventually(t, "the first thread ends", func() bool {
+		stat, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+		return err == nil && strings.Contains(string(stat), ") Z ")
+	})
+	h, err := newHandle("vm1", "/run/vm1/sock", pid)
+	if err != nil || !h.Alive() {
+		t.Errorf("%+v counts as dead: %v", h, err)
+	}
+	if err := cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the process ends", func() bool { return !h.Alive() })
+	_ = cmd.Wait() // it was killed
+}
 
 func TestAlive(t *testing.T) {
 	own, err := newHandle("vm1", "/run/vm1/sock", os.Getpid())

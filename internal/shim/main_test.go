@@ -6,8 +6,10 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"syscall"
 	"testing"
+	"time"
 
 	"go.uber.org/goleak"
 
@@ -23,6 +25,8 @@ func TestMain(m *testing.M) {
 		err = runChild(os.Args[2])
 	case len(os.Args) == 5 && os.Args[1] == "daemon":
 		err = runDaemon(os.Args[2], os.Args[3], os.Args[4] == "true")
+	case len(os.Args) == 4 && os.Args[1] == "headless":
+		loseHead()
 	default:
 		goleak.VerifyTestMain(m)
 		return
@@ -82,6 +86,23 @@ func runChild(config string) error {
 		}
 	}()
 	return run(context.Background(), config, func(DriverConfig) vmm.Driver { return d })
+}
+
+// loseHead ends the first thread of this process and keeps the others.
+func loseHead() {
+	met := make(chan bool)
+	for lost := false; !lost; lost = <-met {
+		go func() {
+			runtime.LockOSThread() // for good: each one has another thread
+			first := os.Getpid() == syscall.Gettid()
+			met <- first
+			if first {
+				syscall.Syscall(syscall.SYS_EXIT, 0, 0, 0)
+			}
+			select {}
+		}()
+	}
+	time.Sleep(10 * patience) // to be killed long before
 }
 
 // passed tells whether the machine of a child has done the step.

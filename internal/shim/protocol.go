@@ -14,6 +14,9 @@
 //
 //	idle → prepared → running → (capturing → sealed) → gone
 //
+// A Boot or a Resume that fails once it has begun ends the machine: its guest
+// must not run on without its init, and its VMM cannot be used again.
+//
 // Until Adopt, a shim ends when its lifeline (standard input, held by the
 // daemon) is closed; after Adopt it outlives the daemon. Cancelling a Capture
 // request (also by the daemon's death) thaws the guest unless it was sealed.
