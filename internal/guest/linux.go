@@ -26,18 +26,23 @@ const (
 )
 
 // linux is the System of the machine that the agent is the first process of.
-type linux struct{}
+// What a resume needs is kept open: an emulated processor pays for every line
+// of code that runs for the first time.
+type linux struct {
+	generation *os.File // of generationFile, once it was published
+	freezer    *os.File // cgroup.freeze of the user's cgroup, once it was used
+}
 
 // NewSystem returns the running guest's System. Its methods change the machine
 // that they are called on.
-func NewSystem() System { return linux{} }
+func NewSystem() System { return &linux{} }
 
-func (linux) SetClock(t time.Time) error {
+func (*linux) SetClock(t time.Time) error {
 	ts := unix.NsecToTimespec(t.UnixNano())
 	return unix.ClockSettime(unix.CLOCK_REALTIME, &ts)
 }
 
-func (linux) AddEntropy(secret []byte) error {
+func (*linux) AddEntropy(secret []byte) error {
 	f, err := os.OpenFile("/dev/urandom", os.O_RDWR, 0)
 	if err != nil {
 		return err
@@ -58,7 +63,7 @@ func (linux) AddEntropy(secret []byte) error {
 	})
 }
 
-func (l linux) SetIdentity(id, hostname, machineID string) error {
+func (*linux) SetIdentity(id, hostname, machineID string) error {
 	return errors.Join(
 		unix.Sethostname([]byte(hostname)),
 		replaceFile("/etc/hostname", hostname+"\n"),
@@ -69,25 +74,48 @@ func (l linux) SetIdentity(id, hostname, machineID string) error {
 	)
 }
 
-func (linux) DestroySockets(keep Flow) (int, error) { return destroySockets(keep) }
+func (*linux) DestroySockets(keep Flow) (int, error) { return destroySockets(keep) }
 
-func (linux) Publish(generation uint64) error {
-	if err := os.MkdirAll(runPath, 0o755); err != nil {
-		return err
+func (l *linux) Publish(generation uint64) error {
+	if l.generation == nil {
+		if err := os.MkdirAll(runPath, 0o755); err != nil {
+			return err
+		}
+		f, err := os.OpenFile(generationFile, os.O_CREATE|os.O_RDWR, 0o644)
+		if err != nil {
+			return err
+		}
+		l.generation = f
 	}
-	return replaceFile(generationFile, strconv.FormatUint(generation, 10)+"\n")
+	// Written over in one piece, which grows only: who watches the file is told,
+	// and who reads it sees one number.
+	_, err := l.generation.WriteAt([]byte(strconv.FormatUint(generation, 10)+"\n"), 0)
+	return err
 }
 
-func (linux) Thaw() error {
-	err := os.WriteFile(filepath.Join(cgroupPath, "cgroup.freeze"), []byte("0"), 0)
+// setFrozen writes to the freezer of the user's cgroup.
+func (l *linux) setFrozen(value string) error {
+	if l.freezer == nil {
+		f, err := os.OpenFile(filepath.Join(cgroupPath, "cgroup.freeze"), os.O_WRONLY, 0)
+		if err != nil {
+			return err
+		}
+		l.freezer = f
+	}
+	_, err := l.freezer.WriteAt([]byte(value), 0)
+	return err
+}
+
+func (l *linux) Thaw() error {
+	err := l.setFrozen("0")
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil // without the cgroup nothing was frozen
 	}
 	return err
 }
 
-func (linux) Freeze(timeout time.Duration) error {
-	if err := os.WriteFile(filepath.Join(cgroupPath, "cgroup.freeze"), []byte("1"), 0); err != nil {
+func (l *linux) Freeze(timeout time.Duration) error {
+	if err := l.setFrozen("1"); err != nil {
 		return err
 	}
 	fd, err := unix.Open(filepath.Join(cgroupPath, "cgroup.events"), unix.O_RDONLY|unix.O_CLOEXEC, 0)

@@ -12,8 +12,8 @@ import (
 // The kernel's sock_diag interface (include/uapi/linux/sock_diag.h and
 // inet_diag.h), which the system package does not name.
 const (
-	sockDiagByFamily = 20
-	sockDestroy      = 21
+	getTCPSockets = 18 // the older request, which lists both families at once
+	sockDestroy   = 21
 
 	tcpListen = 10
 	tcpClose  = 7
@@ -33,6 +33,14 @@ type sockRequest struct {
 	Family, Protocol, Extensions, _ uint8
 	States                          uint32
 	ID                              sockID
+}
+
+// tcpRequest is struct inet_diag_req, of getTCPSockets.
+type tcpRequest struct {
+	_      [4]uint8
+	ID     sockID
+	States uint32
+	_      uint32
 }
 
 // sockMessage is the part of struct inet_diag_msg that is looked at.
@@ -75,28 +83,24 @@ func destroySockets(keep Flow) (int, error) {
 	}
 	defer s.close()
 	count := 0
-	var failed error
-	for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
-		doomed, err := outsideSockets(s, family, keep.plain())
-		failed = errors.Join(failed, err)
-		for i := range doomed {
-			err := s.do(sockDestroy, 0, wire(&doomed[i]))
-			switch {
-			case err == nil:
-				count++
-			case !errors.Is(err, unix.ENOENT): // it went by itself
-				failed = errors.Join(failed, err)
-			}
+	doomed, failed := outsideSockets(s, keep.plain())
+	for i := range doomed {
+		err := s.do(sockDestroy, 0, wire(&doomed[i]))
+		switch {
+		case err == nil:
+			count++
+		case !errors.Is(err, unix.ENOENT): // it went by itself
+			failed = errors.Join(failed, err)
 		}
 	}
 	return count, failed
 }
 
-// outsideSockets lists the sockets of one family that are to be destroyed.
-func outsideSockets(s *netlinkSocket, family uint8, keep Flow) ([]sockRequest, error) {
-	all := sockRequest{Family: family, Protocol: unix.IPPROTO_TCP, States: 0xfff &^ (1<<tcpListen | 1<<tcpClose | 1<<tcpWait)}
+// outsideSockets lists the sockets that are to be destroyed.
+func outsideSockets(s *netlinkSocket, keep Flow) ([]sockRequest, error) {
+	all := tcpRequest{States: 0xfff &^ (1<<tcpListen | 1<<tcpClose | 1<<tcpWait)}
 	var doomed []sockRequest
-	err := s.dump(sockDiagByFamily, wire(&all), func(data []byte) error {
+	err := s.dump(getTCPSockets, wire(&all), func(data []byte) error {
 		if len(data) < int(unsafe.Sizeof(sockMessage{})) {
 			return errors.New("a sock_diag message is too short")
 		}
