@@ -31,7 +31,7 @@ func TestKillAtEveryStep(t *testing.T) {
 			d.Restart("HIB_FAILPOINT=" + point + "=kill")
 			victim := ""
 			reached := false
-			for _, step := range [][]string{{"resume", id}, {"hibernate", id}, {"create", "base", "--memory", "512"}, {"rm", "--force"}} {
+			for _, step := range [][]string{{"resume", id}, {"hibernate", id}, {"create", "base", "--memory", "512"}, {"rm", "--force"}, {"create", "base", "--memory", "640"}} {
 				if step[0] == "rm" {
 					if victim == "" {
 						continue

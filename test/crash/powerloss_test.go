@@ -14,12 +14,9 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
-	"go.etcd.io/bbolt"
-
-	"github.com/hibernacle/hibernacle/internal/atomicfile"
 	"github.com/hibernacle/hibernacle/internal/blob/disk"
+	"github.com/hibernacle/hibernacle/internal/catalog"
 	"github.com/hibernacle/hibernacle/internal/page"
 	"github.com/hibernacle/hibernacle/internal/snapshot"
 	"github.com/hibernacle/hibernacle/test/recordfs"
@@ -93,47 +90,39 @@ func capture(ctx context.Context, r *snapshot.Repository, parent *snapshot.Snaps
 	return ref, err
 }
 
-var (
-	bucket = []byte("sandboxes")
-	record = []byte("sandbox")
+// The record of one sandbox, which names its snapshot.
+const (
+	kind   = "sandbox"
+	record = "one"
 )
 
-// catalog is the record of one sandbox: it names its snapshot.
-func catalog(dir string, fn func(db *bbolt.DB) error) error {
-	db, err := bbolt.Open(filepath.Join(dir, "catalog.db"), 0o600, &bbolt.Options{Timeout: time.Minute})
+// withCatalog opens the catalog for fn.
+func withCatalog(dir string, fn func(*catalog.Catalog) error) error {
+	c, err := catalog.Open(filepath.Join(dir, "catalog.db"))
 	if err != nil {
-		return fmt.Errorf("open catalog: %w", err)
+		return err
 	}
-	return errors.Join(fn(db), db.Close())
+	return errors.Join(fn(c), c.Close())
 }
 
-func named(db *bbolt.DB) (ref snapshot.Ref, err error) {
-	err = db.View(func(tx *bbolt.Tx) error { return json.Unmarshal(tx.Bucket(bucket).Get(record), &ref) })
-	return ref, err
+// named returns the snapshot that the record names, and the record's revision.
+func named(ctx context.Context, c *catalog.Catalog) (ref snapshot.Ref, revision uint64, err error) {
+	r, err := c.Get(ctx, kind, record)
+	if err != nil {
+		return ref, 0, err
+	}
+	return ref, r.Revision, json.Unmarshal(r.Value, &ref)
 }
 
-// swap names a new snapshot, if the old one still is named.
-func swap(db *bbolt.DB, from, to snapshot.Ref) error {
-	return db.Update(func(tx *bbolt.Tx) error {
-		b, err := tx.CreateBucketIfNotExists(bucket)
-		if err != nil {
-			return err
-		}
-		var now snapshot.Ref
-		if v := b.Get(record); v != nil {
-			if err := json.Unmarshal(v, &now); err != nil {
-				return err
-			}
-		}
-		if now != from {
-			return fmt.Errorf("the record names %v, not %v", now, from)
-		}
-		v, err := json.Marshal(to)
-		if err != nil {
-			return err
-		}
-		return b.Put(record, v)
-	})
+// swap is the commit point: it names a new snapshot if the record was not
+// changed since revision.
+func swap(ctx context.Context, c *catalog.Catalog, revision uint64, to snapshot.Ref) error {
+	v, err := json.Marshal(to)
+	if err != nil {
+		return err
+	}
+	_, err = c.Put(ctx, kind, record, v, revision)
+	return err
 }
 
 func setup(ctx context.Context, dir string) error {
@@ -145,10 +134,7 @@ func setup(ctx context.Context, dir string) error {
 	if err != nil {
 		return err
 	}
-	if err := catalog(dir, func(db *bbolt.DB) error { return swap(db, snapshot.Ref{}, ref) }); err != nil {
-		return err
-	}
-	return atomicfile.SyncDir(dir) // bbolt does not do it for its file
+	return withCatalog(dir, func(c *catalog.Catalog) error { return swap(ctx, c, 0, ref) })
 }
 
 func hibernate(ctx context.Context, dir string) error {
@@ -156,8 +142,8 @@ func hibernate(ctx context.Context, dir string) error {
 	if err != nil {
 		return err
 	}
-	return catalog(dir, func(db *bbolt.DB) error {
-		old, err := named(db)
+	return withCatalog(dir, func(c *catalog.Catalog) error {
+		old, revision, err := named(ctx, c)
 		if err != nil {
 			return err
 		}
@@ -170,7 +156,7 @@ func hibernate(ctx context.Context, dir string) error {
 		if err != nil {
 			return err
 		}
-		return swap(db, old, ref)
+		return swap(ctx, c, revision, ref)
 	})
 }
 
@@ -179,8 +165,8 @@ func collect(ctx context.Context, dir string) error {
 	if err != nil {
 		return err
 	}
-	return catalog(dir, func(db *bbolt.DB) error {
-		ref, err := named(db)
+	return withCatalog(dir, func(c *catalog.Catalog) error {
+		ref, _, err := named(ctx, c)
 		if err != nil {
 			return err
 		}
@@ -301,8 +287,8 @@ func check(ctx context.Context, dir string, image *recordfs.Image, loss recordfs
 	if _, _, faults, err := r.Verify(ctx, nil); err != nil || len(faults) > 0 {
 		return fmt.Errorf("verify: %w", errors.Join(append(faults, err)...))
 	}
-	return catalog(dir, func(db *bbolt.DB) error {
-		ref, err := named(db)
+	return withCatalog(dir, func(c *catalog.Catalog) error {
+		ref, _, err := named(ctx, c)
 		if err != nil {
 			return err
 		}
