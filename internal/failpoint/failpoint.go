@@ -9,7 +9,10 @@
 //	error  Hit returns an error that wraps [ErrInjected]
 //	hang   Hit blocks until its context ends, and returns the context's error
 //
-// While the variable is unset, which is always so outside tests, Hit does
+// Each armed failpoint that is reached is written, as a line of its own, to the
+// end of the file that HIB_FAILPOINT_LOG names, if it names one that exists.
+//
+// While HIB_FAILPOINT is unset, which is always so outside tests, Hit does
 // nothing.
 package failpoint
 
@@ -25,6 +28,10 @@ import (
 
 // Env is the environment variable that arms failpoints. It is read once.
 const Env = "HIB_FAILPOINT"
+
+// LogEnv is the environment variable that names the file to which failpoints
+// are written when they are reached.
+const LogEnv = "HIB_FAILPOINT_LOG"
 
 // ErrInjected is what a failpoint armed with "error" returns, wrapped with the
 // failpoint's name.
@@ -57,6 +64,11 @@ func Hit(ctx context.Context, name string) error {
 }
 
 func (a action) do(ctx context.Context, name string) error {
+	if a != "" {
+		if err := note(name); err != nil {
+			return fmt.Errorf("failpoint %s: %w", name, err)
+		}
+	}
 	switch a {
 	case actionKill:
 		if err := syscall.Kill(os.Getpid(), syscall.SIGKILL); err != nil {
@@ -70,6 +82,19 @@ func (a action) do(ctx context.Context, name string) error {
 		return fmt.Errorf("failpoint %s: %w", name, context.Cause(ctx))
 	}
 	return nil
+}
+
+func note(name string) error {
+	path := os.Getenv(LogEnv)
+	if path == "" {
+		return nil
+	}
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND, 0)
+	if err != nil {
+		return err
+	}
+	_, err = f.WriteString(name + "\n")
+	return errors.Join(err, f.Close())
 }
 
 // parse returns the armed failpoints, nil if s is empty.
