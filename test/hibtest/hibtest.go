@@ -16,6 +16,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -34,11 +35,12 @@ type Daemon struct {
 	URL  string
 	Key  string
 
-	t   testing.TB
-	bin string
-	env []string
-	cmd *exec.Cmd
-	log string
+	t    testing.TB
+	bin  string
+	env  []string
+	wrap []string // command line that the daemon's is added to
+	cmd  *exec.Cmd
+	log  string
 }
 
 // Start starts a daemon on a copy of the fixture in a new folder. env adds
@@ -52,13 +54,8 @@ func Start(t testing.TB, env ...string) *Daemon {
 // StartIn is Start on a copy of the fixture in the folder dir.
 func StartIn(t testing.TB, dir string, env ...string) *Daemon {
 	t.Helper()
-	fixture := os.Getenv("HIB_TEST_FIXTURE")
-	bin := os.Getenv("HIB_TEST_BIN")
-	if fixture == "" || bin == "" {
-		t.Fatal("HIB_TEST_FIXTURE and HIB_TEST_BIN are not set: run the tests with make")
-	}
-	d := &Daemon{Data: filepath.Join(dir, "data"), t: t, bin: bin, log: filepath.Join(dir, "serve.log")}
-	copyFixture(t, fixture, d.Data)
+	d := &Daemon{Data: filepath.Join(dir, "data"), t: t, bin: binFolder(t), log: filepath.Join(dir, "serve.log")}
+	copyFixture(t, fixture(t), d.Data)
 	t.Cleanup(d.destroy)
 	d.Run(env...)
 	return d
@@ -86,12 +83,9 @@ func tempDir(t testing.TB) string {
 // immutable and linked where both are on one file system.
 func copyFixture(t testing.TB, from, to string) {
 	t.Helper()
-	out, err := exec.Command("cp", "-al", from, to).CombinedOutput()
-	if err != nil {
+	if exec.Command("cp", "-al", from, to).Run() != nil {
 		_ = os.RemoveAll(to)
-		if out, err = exec.Command("cp", "-a", "--sparse=always", from, to).CombinedOutput(); err != nil {
-			t.Fatalf("copy fixture: %v: %s", err, out)
-		}
+		copyWhole(t, from, to)
 		return
 	}
 	for _, own := range []string{"catalog.db", "api.key", "daemon.json", "daemon.lock"} {
@@ -107,6 +101,54 @@ func copyFixture(t testing.TB, from, to string) {
 	_ = os.Remove(filepath.Join(to, "daemon.json"))
 }
 
+// copyWhole copies a data folder without links to the old one.
+func copyWhole(t testing.TB, from, to string) {
+	t.Helper()
+	if out, err := exec.Command("cp", "-a", "--sparse=always", from, to).CombinedOutput(); err != nil {
+		t.Fatalf("copy fixture: %v: %s", err, out)
+	}
+	_ = os.Remove(filepath.Join(to, "daemon.json"))
+}
+
+// StartAs starts a daemon that is run by an unprivileged account, uid and gid, on
+// a whole copy of the fixture. It needs root, to make the account's data folder
+// and to let it open /dev/fuse, which a host may keep from users.
+func StartAs(t testing.TB, uid, gid int) *Daemon {
+	t.Helper()
+	dir := tempDir(t)
+	d := &Daemon{Data: filepath.Join(dir, "data"), t: t, bin: binFolder(t), log: filepath.Join(dir, "serve.log")}
+	copyWhole(t, fixture(t), d.Data)
+	if out, err := exec.Command("chown", "-R", fmt.Sprintf("%d:%d", uid, gid), dir).CombinedOutput(); err != nil {
+		t.Fatalf("chown: %v: %s", err, out)
+	}
+	device := filepath.Join(dir, "fuse")
+	d.wrap = []string{"unshare", "--mount", "sh", "-c",
+		`[ -e "$0" ] || { mknod "$0" c 10 229 && chmod 666 "$0"; } && mount --bind "$0" /dev/fuse && exec "$@"`, device,
+		"setpriv", fmt.Sprintf("--reuid=%d", uid), fmt.Sprintf("--regid=%d", gid), "--clear-groups", "env", "-u", "XDG_RUNTIME_DIR"}
+	t.Cleanup(d.destroy)
+	d.Run()
+	return d
+}
+
+func fixture(t testing.TB) string {
+	t.Helper()
+	return need(t, "HIB_TEST_FIXTURE")
+}
+
+func binFolder(t testing.TB) string {
+	t.Helper()
+	return need(t, "HIB_TEST_BIN")
+}
+
+func need(t testing.TB, variable string) string {
+	t.Helper()
+	v := os.Getenv(variable)
+	if v == "" {
+		t.Fatalf("%s is not set: run the tests with make", variable)
+	}
+	return v
+}
+
 // Run starts the daemon, which must not run, and waits until it answers.
 func (d *Daemon) Run(env ...string) {
 	d.t.Helper()
@@ -117,7 +159,8 @@ func (d *Daemon) Run(env ...string) {
 	}
 	defer log.Close()
 	d.env = append(os.Environ(), "HIB_DATA="+d.Data)
-	d.cmd = exec.Command(filepath.Join(d.bin, "hib"), "serve", "--data", d.Data, "--listen", "127.0.0.1:0")
+	argv := append(slices.Clone(d.wrap), filepath.Join(d.bin, "hib"), "serve", "--data", d.Data, "--listen", "127.0.0.1:0")
+	d.cmd = exec.Command(argv[0], argv[1:]...)
 	d.cmd.Env = append(d.env, env...)
 	d.cmd.Stdout, d.cmd.Stderr = log, log
 	if err := d.cmd.Start(); err != nil {
