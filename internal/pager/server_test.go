@@ -172,6 +172,23 @@ func waitThreads(t testing.TB, pid int, ok func(states string) bool) {
 	}
 }
 
+// TestConnectionAsksNobody: a pager that does not answer is no reason to wait.
+func TestConnectionAsksNobody(t *testing.T) {
+	dir := t.TempDir()
+	pager := startChild(t, "server")
+	pager.must(command{Op: "mount", Path: dir, Len: testSize})
+	if err := syscall.Kill(pager.pid(), syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	if conn, err := connection(dir); conn == 0 || err != nil {
+		t.Errorf("connection %d, %v", conn, err)
+	}
+	pager.kill()
+	if err := CleanStale(dir); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestCleanStaleLeavesTheRestAlone(t *testing.T) {
 	dir := t.TempDir()
 	for _, d := range []string{dir, filepath.Join(dir, "missing"), filepath.Join(dir, "missing", "too"), "/proc"} {
