@@ -154,7 +154,7 @@ func (s *Server) unmount() error {
 		return nil
 	default:
 	}
-	conn := connection(s.dir)
+	conn, _ := connection(s.dir)
 	err := detach(s.dir)
 	if err == nil {
 		// A mount detached without privilege lives on while a process maps a

@@ -2,11 +2,14 @@ package pager
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/hibernacle/hibernacle/internal/page"
 )
@@ -17,11 +20,11 @@ const nobody = 65534
 // isMountPoint tells whether a pager is mounted at dir.
 func isMountPoint(t testing.TB, dir string) bool {
 	t.Helper()
-	mounted, err := pagerMounted(dir)
+	conn, err := connection(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return mounted
+	return conn != 0
 }
 
 func TestCloseLeavesAnEmptyFolder(t *testing.T) {
@@ -101,6 +104,88 @@ func TestPagerKilledUnderAMapping(t *testing.T) {
 	}
 	if entries, err := os.ReadDir(dir); err != nil || len(entries) != 0 || isMountPoint(t, dir) {
 		t.Errorf("after CleanStale the folder has %v, %v", entries, err)
+	}
+}
+
+// TestPagerKilledWhileItPushes: a thread that waits in Push for a READ that
+// nobody will answer keeps a killed pager from ending until it is cleaned up.
+func TestPagerKilledWhileItPushes(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("needs root to abort the connection")
+	}
+	dir := t.TempDir()
+	pager := startChild(t, "server")
+	path := pager.must(command{Op: "mount silent", Path: dir, Len: testSize}).Path
+	c := startChild(t, "toucher")
+	c.must(command{Op: "map", Path: path, Len: testSize})
+	read := make(chan result, 1)
+	go func() { read <- c.try(command{Op: "read", Len: 1}) }()
+	pager.must(command{Op: "push", Len: page.Size}) // once the READ is there
+	waitBlocked(t, pager.pid())
+	dead := make(chan struct{})
+	go func() {
+		defer close(dead)
+		pager.kill()
+	}()
+	waitKilled(t, pager.pid())
+	if err := CleanStale(dir); err != nil {
+		t.Error(err)
+	}
+	<-dead
+	if !(<-read).Fault || isMountPoint(t, dir) {
+		t.Error("the reader or the mount remained")
+	}
+}
+
+// waitBlocked waits until a thread of a process is in a sleep that no signal ends.
+func waitBlocked(t testing.TB, pid int) {
+	t.Helper()
+	waitThreads(t, pid, func(states string) bool { return strings.Contains(states, "D") })
+}
+
+// waitKilled waits until all threads of a process have ended but such ones.
+func waitKilled(t testing.TB, pid int) {
+	t.Helper()
+	waitThreads(t, pid, func(states string) bool { return strings.Trim(states, "DZX") == "" })
+}
+
+func waitThreads(t testing.TB, pid int, ok func(states string) bool) {
+	t.Helper()
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
+		stats, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", pid))
+		if err != nil {
+			t.Fatal(err)
+		}
+		states := ""
+		for _, path := range stats {
+			if b, err := os.ReadFile(path); err == nil {
+				_, rest, _ := strings.Cut(string(b), ") ")
+				states += rest[:1]
+			}
+		}
+		if ok(states) {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("the threads are in the states %q", states)
+		}
+	}
+}
+
+// TestConnectionAsksNobody: a pager that does not answer is no reason to wait.
+func TestConnectionAsksNobody(t *testing.T) {
+	dir := t.TempDir()
+	pager := startChild(t, "server")
+	pager.must(command{Op: "mount", Path: dir, Len: testSize})
+	if err := syscall.Kill(pager.pid(), syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	if conn, err := connection(dir); conn == 0 || err != nil {
+		t.Errorf("connection %d, %v", conn, err)
+	}
+	pager.kill()
+	if err := CleanStale(dir); err != nil {
+		t.Error(err)
 	}
 }
 
@@ -223,18 +308,15 @@ func TestCleanStaleOfAnotherUser(t *testing.T) {
 }
 
 func TestParseMount(t *testing.T) {
-	tests := []struct {
-		line string
-		want mountPoint
-	}{
-		{"40 23 0:36 / /run/a\\040b rw,nosuid - fuse.hibernacle hibernacle rw", mountPoint{"/run/a b", "fuse.hibernacle", "0:36"}},
-		{"36 35 98:0 /m1 /m2 rw master:1 shared:2 - ext3 /dev/root rw", mountPoint{"/m2", "ext3", "98:0"}},
-		{"36 35 98:0 /m1 /m2 rw", mountPoint{}},
-		{" - ", mountPoint{}},
-	}
-	for _, tt := range tests {
-		if got := parseMount(tt.line); got != tt.want {
-			t.Errorf("parseMount(%q) = %+v, want %+v", tt.line, got, tt.want)
+	for line, want := range map[string]mountLine{
+		"40 23 0:36 / /run/a\\040b rw,nosuid - fuse.hibernacle hibernacle rw": {"/run/a b", "fuse.hibernacle", 36},
+		"36 35 98:0 /m1 /m2 rw master:1 shared:2 - ext3 /dev/root rw":         {"/m2", "ext3", 0},
+		"36 35 98 /m1 /m2 rw - ext3 /dev/root rw":                             {},
+		"36 35 98:0 /m1 /m2 rw":                                               {},
+		" - ":                                                                 {},
+	} {
+		if got := parseMount(line); got != want {
+			t.Errorf("parseMount(%q) = %+v, want %+v", line, got, want)
 		}
 	}
 }

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"runtime/debug"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -262,20 +263,32 @@ func (t *toucher) touch(c command) result {
 }
 
 // pagerChild serves a slot from a process of its own.
-type pagerChild struct{ server *Server }
+type pagerChild struct {
+	server *Server
+	slot   *Slot
+	asked  chan struct{} // closed when a silent source was read
+}
 
 func (p *pagerChild) do(c command) (r result, err error) {
 	switch c.Op {
-	case "mount": // a slot "ram" of Len bytes of pattern
+	case "mount", "mount silent": // a slot "ram" of Len bytes of pattern, or of a source that never answers
 		start := time.Now()
 		if p.server, err = Mount(c.Path, nil); err != nil {
 			return r, err
 		}
-		slot, err := p.server.NewSlot("ram", c.Len)
-		if err != nil {
+		if p.slot, err = p.server.NewSlot("ram", c.Len); err != nil {
 			return r, err
 		}
-		return result{Path: slot.Path(), Took: time.Since(start)}, slot.Bind(pattern(c.Len))
+		source := io.ReaderAt(pattern(c.Len))
+		if c.Op == "mount silent" {
+			p.asked = make(chan struct{})
+			once := sync.OnceFunc(func() { close(p.asked) })
+			source = sourceFunc(func([]byte, int64) (int, error) { once(); select {} })
+		}
+		return result{Path: p.slot.Path(), Took: time.Since(start)}, p.slot.Bind(source)
+	case "push": // Len bytes, once the silent source was asked
+		<-p.asked
+		go p.slot.Push(c.Off, make([]byte, c.Len))
 	case "setuid":
 		if err := syscall.Setgid(c.UID); err != nil {
 			return r, err
@@ -285,8 +298,10 @@ func (p *pagerChild) do(c command) (r result, err error) {
 		start := time.Now()
 		err = p.server.Close()
 		return result{Took: time.Since(start)}, err
+	default:
+		err = errors.New("unknown command")
 	}
-	return r, errors.New("unknown command")
+	return r, err
 }
 
 // pattern is a source of that many bytes, none of which repeat at short

@@ -8,7 +8,9 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -19,23 +21,26 @@ var ErrMounted = errors.New("a living pager is mounted there")
 // CleanStale unmounts what a pager that died left mounted at dir. It returns
 // nil where dir does not exist or no pager is mounted there; other file
 // systems are not touched. A mount that is still served is left alone, with
-// an error that wraps ErrMounted.
+// an error that wraps ErrMounted. One that answers nothing for 5 s is dead: a
+// killed pager with a thread that waits for its own mount, in Push or by a
+// system call on a path in it, ends only now.
 func CleanStale(dir string) error {
 	dir, err := canonical(dir)
 	if err != nil {
 		return fmt.Errorf("clean up stale mount: %w", err)
 	}
 	for {
-		mounted, err := pagerMounted(dir)
+		conn, err := connection(dir)
 		if err != nil {
 			return fmt.Errorf("clean up stale mount at %s: %w", dir, err)
 		}
-		if !mounted {
+		if conn == 0 {
 			return nil
 		}
 		if served(dir) {
 			return fmt.Errorf("clean up stale mount at %s: %w", dir, ErrMounted)
 		}
+		abort(conn)
 		if err := detach(dir); err != nil {
 			return fmt.Errorf("clean up stale mount at %s: %w", dir, err)
 		}
@@ -59,51 +64,71 @@ func canonical(dir string) (string, error) {
 	return filepath.Join(parent, filepath.Base(dir)), nil
 }
 
+// answerWait bounds how long a living pager may take to answer.
+const answerWait = 5 * time.Second
+
 // served tells whether somebody answers requests at the mount point dir. A
 // lookup of a name that nobody asked for before is never answered from the
-// kernel's caches.
+// kernel's caches. Without an answer it goes on until the mount is detached.
 func served(dir string) bool {
-	var st unix.Stat_t
-	err := unix.Lstat(filepath.Join(dir, fmt.Sprintf(".stale-%d", os.Getpid())), &st)
-	return err == nil || err == unix.ENOENT
+	answered := make(chan bool, 1)
+	go func() {
+		var st unix.Stat_t
+		err := unix.Lstat(filepath.Join(dir, fmt.Sprintf(".stale-%d", os.Getpid())), &st)
+		answered <- err == nil || err == unix.ENOENT
+	}()
+	timeout := time.NewTimer(answerWait)
+	defer timeout.Stop()
+	select {
+	case yes := <-answered:
+		return yes
+	case <-timeout.C:
+		return false
+	}
 }
 
-// pagerMounted tells whether the topmost mount at dir is a pager's.
-func pagerMounted(dir string) (bool, error) {
-	m, err := mountAt(dir)
-	return m.fsType == "fuse."+fsName, err
-}
-
-// mountPoint is what mountinfo tells about a mount.
-type mountPoint struct {
-	path, fsType string
-	device       string // major:minor
-}
-
-// mountAt returns the topmost mount at dir, the zero value if there is none.
-func mountAt(dir string) (found mountPoint, err error) {
+// connection returns the number of the FUSE connection of the pager that is
+// mounted topmost at dir, 0 if there is none. It asks the kernel's table and
+// not the mount, which would have to be answered: by this very process, if it
+// serves it, which then could not be killed meanwhile.
+func connection(dir string) (uint32, error) {
 	info, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil {
-		return mountPoint{}, err
+		return 0, err
 	}
+	var conn uint32
 	for line := range strings.Lines(string(info)) {
-		if m := parseMount(line); m.path == dir {
-			found = m
+		if m := parseMount(line); m.point == dir {
+			conn = 0
+			if m.fsType == "fuse."+fsName {
+				conn = m.minor
+			}
 		}
 	}
-	return found, nil
+	return conn, nil
 }
 
-// parseMount reads a line of mountinfo: "36 35 98:0 /root /point options
-// optional… - type source superoptions". It returns the zero value if the line
-// is not of that form.
-func parseMount(line string) mountPoint {
+// mountLine is what is of interest in a line of mountinfo.
+type mountLine struct {
+	point, fsType string
+	minor         uint32 // of the device number; for FUSE the connection's
+}
+
+// parseMount parses a line of mountinfo: "36 35 98:0 /root /point options
+// optional… - type source superoptions". The result is zero if the line is not
+// of that form.
+func parseMount(line string) mountLine {
 	front, back, ok := strings.Cut(line, " - ")
 	fields, types := strings.Fields(front), strings.Fields(back)
 	if !ok || len(fields) < 5 || len(types) < 1 {
-		return mountPoint{}
+		return mountLine{}
 	}
-	return mountPoint{path: unescape(fields[4]), fsType: types[0], device: fields[2]}
+	_, minor, _ := strings.Cut(fields[2], ":")
+	n, err := strconv.ParseUint(minor, 10, 32)
+	if err != nil {
+		return mountLine{}
+	}
+	return mountLine{point: unescape(fields[4]), fsType: types[0], minor: uint32(n)}
 }
 
 // detach unmounts dir at once, even if it is in use: by system call where this
@@ -119,7 +144,7 @@ func detach(dir string) error {
 	}
 	out, err := exec.Command("fusermount3", "-u", "-z", dir).CombinedOutput()
 	if err != nil {
-		if mounted, lookErr := pagerMounted(dir); lookErr == nil && !mounted {
+		if conn, lookErr := connection(dir); lookErr == nil && conn == 0 {
 			return nil
 		}
 		return fmt.Errorf("fusermount3 -u -z: %w: %s", err, bytes.TrimSpace(out))
@@ -127,27 +152,11 @@ func detach(dir string) error {
 	return nil
 }
 
-// connection returns the number of the FUSE connection mounted at dir, "" if it
-// cannot be told. It asks the kernel and not, by a stat, the pager: a process
-// that is killed while it waits for its own answer never ends.
-func connection(dir string) string {
-	dir, err := canonical(dir)
-	if err != nil {
-		return ""
-	}
-	m, err := mountAt(dir)
-	if err != nil {
-		return ""
-	}
-	_, minor, _ := strings.Cut(m.device, ":")
-	return minor
-}
-
 // abort ends a FUSE connection through fusectl, if that is mounted. Its
 // files belong to the user who mounted. An error is of no interest: where
 // it does not work, the connection ends with the processes that use it.
-func abort(conn string) {
-	if conn != "" {
-		_ = os.WriteFile("/sys/fs/fuse/connections/"+conn+"/abort", []byte("1"), 0)
+func abort(conn uint32) {
+	if conn != 0 {
+		_ = os.WriteFile(fmt.Sprintf("/sys/fs/fuse/connections/%d/abort", conn), []byte("1"), 0)
 	}
 }

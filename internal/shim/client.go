@@ -196,10 +196,29 @@ func (c *Client) Release(ctx context.Context) error {
 			_ = syscall.Kill(c.handle.PID, syscall.SIGKILL)
 		}
 	}
-	if err := c.waitGone(ctx); err != nil {
+	if err := c.waitDead(ctx); err != nil {
 		return fmt.Errorf("release machine %s: %w", c.handle.VM, err)
 	}
 	return cleanUp(c.handle.Dir())
+}
+
+// dyingGrace is how long a killed process takes to end, unless something holds it.
+const dyingGrace = time.Second
+
+// waitDead waits until the shim's process, which was killed or ends by itself,
+// has ended. A thread of it that waits for its own pager, which no one serves
+// any more, lives until the mount is gone.
+func (c *Client) waitDead(ctx context.Context) error {
+	soon, cancel := context.WithTimeout(ctx, dyingGrace)
+	defer cancel()
+	if c.waitGone(soon) == nil {
+		return nil
+	}
+	cleanErr := pager.CleanStale(memDir(c.handle.Dir()))
+	if err := c.waitGone(ctx); err != nil {
+		return errors.Join(err, cleanErr)
+	}
+	return nil
 }
 
 // cleanUp removes what a machine left in its folder, and the folder.

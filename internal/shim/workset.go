@@ -75,20 +75,26 @@ func (w *workset) start(repo *snapshot.Repository, snap *snapshot.Snapshot, slot
 // was read besides, as far as the guest touched it or its neighbourhood. A
 // snapshot that had none gets this one.
 func (w *workset) learn(ctx context.Context) {
+	src, runs := w.settle(ctx)
+	if src != nil && src.missing && len(runs) > 0 {
+		_ = src.repo.SaveWorkingSet(ctx, src.id, runs)
+	}
+}
+
+// settle returns the working set and whose it is, to the first who asks.
+func (w *workset) settle(ctx context.Context) (*resumed, []page.Run) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	src := w.source
 	if w.learned || src == nil {
-		return
+		return nil, nil
 	}
 	present, err := src.machine.PresentPages(ctx)
 	if err != nil {
-		return // it has ended
+		return nil, nil // it has ended
 	}
 	w.learned, w.runs = true, intersect(append(slices.Clone(src.carried), src.slot.Touched()...), present)
-	if src.missing && len(w.runs) > 0 {
-		_ = src.repo.SaveWorkingSet(ctx, src.id, w.runs)
-	}
+	return src, w.runs
 }
 
 // get returns the working set, nil while it is not learned.
