@@ -2,6 +2,7 @@ package sandbox
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"os"
@@ -78,6 +79,11 @@ func (c *Core) StoreVerify(ctx context.Context, progress func(done, total int64)
 	for _, f := range faults {
 		v.Faults = append(v.Faults, f.Error())
 	}
+	lost, err := c.lostSnapshots(ctx)
+	if err != nil {
+		return v, unavailable(err, "verify the store")
+	}
+	v.Faults = append(v.Faults, lost...)
 	for _, t := range versions {
 		if err := ctx.Err(); err != nil {
 			return v, unavailable(context.Cause(ctx), "verify the store")
@@ -91,6 +97,27 @@ func (c *Core) StoreVerify(ctx context.Context, progress func(done, total int64)
 		progress(last, last)
 	}
 	return v, nil
+}
+
+// lostSnapshots tells which snapshots the records name and the store has not:
+// nothing in the store itself shows that.
+func (c *Core) lostSnapshots(ctx context.Context) (faults []string, err error) {
+	needed, _ := c.roots()
+	for _, id := range slices.Sorted(maps.Keys(needed)) {
+		_, err := c.cfg.Snapshots.Find(ctx, id)
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
+		if still, _ := c.roots(); errors.Is(err, snapshot.ErrMissing) && has(still, id) {
+			faults = append(faults, fmt.Sprintf("snapshot %s, which a record names: %v", id, err))
+		}
+	}
+	return faults, nil
+}
+
+func has(set map[snapshot.ID]struct{}, id snapshot.ID) bool {
+	_, ok := set[id]
+	return ok
 }
 
 func (c *Core) verifyTemplate(v namedVersion) error {
