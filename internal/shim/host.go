@@ -301,6 +301,7 @@ func (h *host) close(cancelOrders func()) error {
 	h.end()
 	h.endMachine()
 	cancelOrders()
+	h.workset.stop()
 	err := h.mem.Close() // reads that hang end too
 	<-h.order            // for good
 	h.endMachine()       // that a prepare had under way
