@@ -77,7 +77,8 @@ func (l *Slot) Bind(src io.ReaderAt) error {
 // process sees are not changed by it, as long as p equals the source there.
 // It fails while no process has opened the file. It waits for READs of the
 // same pages to be answered, so the answer of a READ must never wait for a
-// Push.
+// Push; a process that is killed meanwhile ends only with its mount, see
+// CleanStale.
 func (l *Slot) Push(off int64, p []byte) error {
 	if off < 0 || off%page.Size != 0 || len(p)%page.Size != 0 || off > l.size-int64(len(p)) {
 		return fmt.Errorf("push to slot %s: bytes %d+%d are not pages of its %d bytes", l.name, off, len(p), l.size)

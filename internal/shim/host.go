@@ -142,6 +142,10 @@ func (h *host) begin(ctx context.Context, allowed ...Phase) (end func(), err err
 		return nil, errEnding
 	}
 	end = func() { h.order <- struct{}{} }
+	if err := ctx.Err(); err != nil { // the turn came with the end of the wait
+		end()
+		return nil, err
+	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if err := h.check(allowed); err != nil {
@@ -301,6 +305,7 @@ func (h *host) close(cancelOrders func()) error {
 	h.end()
 	h.endMachine()
 	cancelOrders()
+	h.workset.stop()
 	err := h.mem.Close() // reads that hang end too
 	<-h.order            // for good
 	h.endMachine()       // that a prepare had under way

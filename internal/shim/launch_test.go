@@ -3,6 +3,7 @@ package shim
 import (
 	"context"
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -290,6 +291,55 @@ func TestKilledAtTheEnd(t *testing.T) {
 		}
 		cancel()
 		isGone(t, g.client)
+	}
+}
+
+// TestReleaseOfAShimThatCannotEnd: a shim that was killed while a thread of it
+// waited for its own pager ends with the mount, by the hand of whoever releases it.
+func TestReleaseOfAShimThatCannotEnd(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("needs root to abort the mount")
+	}
+	for _, child := range []bool{true, false} {
+		t.Run(fmt.Sprintf("own child %t", child), func(t *testing.T) {
+			dir := filepath.Join(tempDir(t), "vm1")
+			if err := os.Mkdir(dir, 0o700); err != nil {
+				t.Fatal(err)
+			}
+			cmd := exec.Command("/proc/self/exe", "stuck", dir)
+			cmd.Stderr = os.Stderr
+			if err := cmd.Start(); err != nil {
+				t.Fatal(err)
+			}
+			eventually(t, "a thread is in a sleep that no signal ends", func() bool {
+				stats, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", cmd.Process.Pid))
+				return slices.ContainsFunc(stats, func(path string) bool {
+					b, _ := os.ReadFile(path)
+					return strings.Contains(string(b), ") D ")
+				})
+			})
+			handle, err := newHandle("vm1", filepath.Join(dir, socketName), cmd.Process.Pid)
+			if err != nil {
+				t.Fatal(err)
+			}
+			ended := make(chan struct{})
+			go func() {
+				defer close(ended)
+				_ = cmd.Wait()
+			}()
+			reaped := ended
+			if !child { // as a daemon that adopted it
+				reaped = nil
+			}
+			ctx, cancel := context.WithTimeout(context.Background(), patience)
+			defer cancel()
+			client := newClient(handle, reaped)
+			if err := client.Release(ctx); err != nil {
+				t.Error(err)
+			}
+			isGone(t, client)
+			<-ended
+		})
 	}
 }
 

@@ -13,6 +13,8 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/hibernacle/hibernacle/internal/page"
+	"github.com/hibernacle/hibernacle/internal/pager"
 	"github.com/hibernacle/hibernacle/internal/vmm"
 )
 
@@ -27,6 +29,8 @@ func TestMain(m *testing.M) {
 		err = runDaemon(os.Args[2], os.Args[3], os.Args[4] == "true")
 	case len(os.Args) == 4 && os.Args[1] == "headless":
 		loseHead()
+	case len(os.Args) == 3 && os.Args[1] == "stuck":
+		err = runStuck(os.Args[2])
 	default:
 		goleak.VerifyTestMain(m)
 		return
@@ -67,6 +71,37 @@ func runDaemon(runDir, store string, adopt bool) error {
 	}
 	fmt.Println("ready")
 	select {}
+}
+
+// runStuck serves memory in dir as a shim does, from a source that never
+// answers, and pushes a page that is being read.
+func runStuck(dir string) error {
+	if err := os.Mkdir(memDir(dir), 0o700); err != nil {
+		return err
+	}
+	mem, err := pager.Mount(memDir(dir), nil)
+	if err != nil {
+		return err
+	}
+	slot, err := mem.NewSlot("ram", 1<<20)
+	if err != nil {
+		return err
+	}
+	asked := make(chan struct{}, 100)
+	err = slot.Bind(readerAt(func([]byte, int64) (int, error) {
+		asked <- struct{}{}
+		select {}
+	}))
+	if err != nil {
+		return err
+	}
+	fd, err := syscall.Open(slot.Path(), syscall.O_RDONLY|syscall.O_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	go syscall.Pread(fd, make([]byte, 1), 0)
+	<-asked
+	return slot.Push(0, make([]byte, page.Size))
 }
 
 // runChild is Run with the fake driver. Each step of a machine leaves a file

@@ -26,7 +26,7 @@ type workset struct {
 	background sync.WaitGroup
 
 	mu      sync.Mutex
-	source  *resumed // nil before start and after close
+	source  *resumed // nil before start and after stop
 	cancel  context.CancelFunc
 	learned bool
 	runs    []page.Run
@@ -104,14 +104,19 @@ func (w *workset) get() []page.Run {
 	return w.runs
 }
 
-// close ends what start began.
-func (w *workset) close() {
+// stop makes what start began end soon.
+func (w *workset) stop() {
 	w.mu.Lock()
+	defer w.mu.Unlock()
 	if w.cancel != nil {
 		w.cancel()
 	}
 	w.source = nil
-	w.mu.Unlock()
+}
+
+// close ends what start began. A push under way ends with the pager, at the latest.
+func (w *workset) close() {
+	w.stop()
 	w.background.Wait()
 }
 
