@@ -1,8 +1,10 @@
 package e2e
 
 import (
+	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/hibernacle/hibernacle/api"
 	"github.com/hibernacle/hibernacle/test/hibtest"
@@ -108,5 +110,47 @@ func TestProcessesOutliveStandby(t *testing.T) {
 	out, stderr, code := d.Try("exec", "--attach", pid, id)
 	if code != 7 || !strings.Contains(out, "first") || !strings.Contains(out, "last") {
 		t.Errorf("reattach by pid %s: exit %d, output %q, %q", pid, code, out, stderr)
+	}
+}
+
+// TestRequestsMeetHibernation: a request at any instant of a hibernation is
+// answered once, whether it cancels the hibernation or wakes the sandbox.
+func TestRequestsMeetHibernation(t *testing.T) {
+	d := hibtest.Start(t)
+	id := d.Create("--memory", "512")
+	const rounds = 12
+	cancelled := 0
+	for round := range rounds {
+		answered := make(chan string, 1)
+		var code int
+		var stderr string
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			_, stderr, code = d.Try("hibernate", id)
+		}()
+		go func() {
+			time.Sleep(time.Duration(round*8) * time.Millisecond) // another instant each time
+			out, errOut, execCode := d.Try("exec", id, "--", "bash", "-c", "echo once >> asked; wc -l < asked")
+			if execCode != 0 {
+				out = errOut
+			}
+			answered <- strings.TrimSpace(out)
+		}()
+		if got, want := <-answered, strconv.Itoa(round+1); got != want {
+			t.Fatalf("round %d: the request was answered with %q, want %q", round, got, want)
+		}
+		<-done
+		switch {
+		case code == 0:
+		case strings.Contains(stderr, "cancel"):
+			cancelled++
+		default:
+			t.Errorf("round %d: hibernate: exit %d: %s", round, code, stderr)
+		}
+	}
+	t.Logf("%d of %d hibernations were cancelled by a request", cancelled, rounds)
+	if got := d.Shell(id, "wc -l < asked"); got != strconv.Itoa(rounds) {
+		t.Errorf("%s requests were carried out, want %d", got, rounds)
 	}
 }
