@@ -43,6 +43,9 @@ func Run(ctx context.Context, c Config, args []string) int {
 	if isExec(cmd) && err != nil {
 		code = execExitCode(err)
 	}
+	if exitCode(err) == exitUsage {
+		err = hintError{err: err, hint: helpFor(cmd)}
+	}
 	if text := describe(err); text != "" {
 		fmt.Fprintln(c.Err, "hib: "+text)
 	}

@@ -46,6 +46,9 @@ func newExitCodesTopic() *cobra.Command {
 // usageError is a command line that makes no sense.
 type usageError struct{ err error }
 
+// helpFor is the hint for wrong usage of a command.
+func helpFor(cmd *cobra.Command) string { return "see: " + cmd.CommandPath() + " --help" }
+
 func (e usageError) Error() string { return e.err.Error() }
 
 func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
@@ -124,6 +127,9 @@ func explain(err error) (what string, hints []string) {
 		return what, append(hints, h.hint)
 	}
 	if e, ok := errors.AsType[*client.Error](err); ok {
+		if e.Code == api.CodeUnauthorized {
+			return e.Message, []string{"set " + client.EnvKey + " to what " + api.KeyFile + " in the daemon's data folder holds"}
+		}
 		return e.Message, []string{e.Hint}
 	}
 	if errors.Is(err, client.ErrUnreachable) {
@@ -134,9 +140,6 @@ func explain(err error) (what string, hints []string) {
 	}
 	if e, ok := errors.AsType[*connect.Error](err); ok {
 		return e.Message(), nil
-	}
-	if exitCode(err) == exitUsage {
-		return err.Error(), []string{"see: hib --help"}
 	}
 	return err.Error(), nil
 }

@@ -62,10 +62,18 @@ func runServe(ctx context.Context, a *app, o serveOptions) error {
 	return daemon.Run(ctx, c, func(s daemon.Started) { a.announce(s) })
 }
 
+// startedJSON is the JSON of hib serve.
+type startedJSON struct {
+	URL       string `json:"url"`
+	KeyFile   string `json:"key_file"`
+	Account   string `json:"account"`   // of shims and VMMs
+	Templates int    `json:"templates"` // how many there are
+}
+
 // announce says where the daemon is and what to do next.
 func (a *app) announce(s daemon.Started) {
 	if a.json {
-		_ = a.printJSON(s)
+		_ = a.printJSON(startedJSON{s.URL, s.KeyFile, s.Account.Name, s.Templates})
 		return
 	}
 	fmt.Fprintf(a.Out, "Hibernacle %s listens at %s\n", a.Version, s.URL)

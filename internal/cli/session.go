@@ -275,11 +275,37 @@ func (s *execSession) pumpInput(ctx context.Context) {
 		return
 	}
 	if s.o.tty {
-		_, _ = s.procs.SendInput(ctx, connect.NewRequest(&process.SendInputRequest{Process: s.selector(), Input: inputOf([]byte{endOfTransmission}, true)}))
+		s.endTerminal(ctx)
 		return
 	}
 	_, _ = s.procs.CloseStdin(ctx, connect.NewRequest(&process.CloseStdinRequest{Process: s.selector()}))
 }
+
+// endTerminal tells a process with a terminal that no input follows. A program
+// that is just setting its terminal up loses what comes then, as a shell that
+// starts does: it is told again a few times, unless it has ended.
+func (s *execSession) endTerminal(ctx context.Context) {
+	for wait := endPause; wait < endPause<<endTries; wait *= 2 {
+		_, err := s.procs.SendInput(ctx, connect.NewRequest(&process.SendInputRequest{
+			Process: s.selector(), Input: inputOf([]byte{endOfTransmission}, true),
+		}))
+		if err != nil {
+			return
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(wait):
+		}
+	}
+}
+
+// How often the end of a terminal's input is told, and the first pause between,
+// which doubles.
+const (
+	endTries = 6
+	endPause = 250 * time.Millisecond
+)
 
 // endOfTransmission is what Ctrl-D sends: it ends the input of a terminal.
 const endOfTransmission = 4

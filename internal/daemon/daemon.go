@@ -10,6 +10,8 @@ import (
 	"path/filepath"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/hibernacle/hibernacle/api"
 	"github.com/hibernacle/hibernacle/internal/server"
 )
@@ -76,6 +78,7 @@ func run(ctx context.Context, c Config, wire wiring, ready func(Started)) error 
 		return fmt.Errorf("listen at %s: %w; choose another address with --listen", c.Listen, err)
 	}
 	defer ln.Close()
+	warnOfFUSE(c.Log)
 	core, version, err := wire(ctx, c, f, account)
 	if err != nil {
 		return err
@@ -95,6 +98,13 @@ func run(ctx context.Context, c Config, wire wiring, ready func(Started)) error 
 	}
 	srv.Close()
 	return errors.Join(err, core.Close())
+}
+
+// warnOfFUSE says early what every sandbox would fail of later.
+func warnOfFUSE(log *slog.Logger) {
+	if err := unix.Access("/dev/fuse", unix.R_OK|unix.W_OK); err != nil {
+		log.Warn("no sandbox can run here: /dev/fuse can't be opened. hib doctor says what to do", "err", err)
+	}
 }
 
 // serve answers requests until ctx ends; then it ends the listener and the

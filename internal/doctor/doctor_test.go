@@ -76,3 +76,33 @@ func TestLongRuntimeFolder(t *testing.T) {
 		t.Errorf("%+v", c)
 	}
 }
+
+func TestLastLine(t *testing.T) {
+	for name, c := range map[string]struct {
+		writes []string
+		want   string
+	}{
+		"nothing":           {nil, ""},
+		"one":               {[]string{"hib: no\n"}, "no"},
+		"the last of many":  {[]string{"a\nb\n", "hib: c\n"}, "c"},
+		"in pieces":         {[]string{"a\nhib", ": b"}, "b"},
+		"a line goes on":    {[]string{"a", "b\nc", "d\n"}, "cd"},
+		"of one write only": {[]string{"a\nb\nc"}, "c"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var all strings.Builder
+			l := lastLine{to: &all}
+			for _, w := range c.writes {
+				if _, err := l.Write([]byte(w)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if got := l.String(); got != c.want {
+				t.Errorf("%q", got)
+			}
+			if all.String() != strings.Join(c.writes, "") {
+				t.Errorf("passed on %q", all.String())
+			}
+		})
+	}
+}

@@ -3,7 +3,9 @@ package doctor
 import (
 	"bufio"
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"os/exec"
 	"runtime"
@@ -97,7 +99,10 @@ func kernel() []Check {
 func fuse() Check {
 	const name = "fuse"
 	f, err := os.OpenFile("/dev/fuse", os.O_RDWR, 0)
-	if err != nil {
+	switch {
+	case errors.Is(err, fs.ErrPermission):
+		return fail(name, err.Error(), "as root: chmod 666 /dev/fuse (a udev rule keeps it so), or run hib as root; in a container allow the device")
+	case err != nil:
 		return fail(name, err.Error(), "modprobe fuse; in a container pass /dev/fuse on and allow mounts")
 	}
 	f.Close()

@@ -1,7 +1,9 @@
 package doctor
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -203,18 +205,42 @@ func checkClock(ctx context.Context, c *client.Client, id string) error {
 // process is a daemon that the self-test started.
 type process struct {
 	cmd    *exec.Cmd
+	said   lastLine
 	exited chan error
+}
+
+// lastLine passes on what is written to it and keeps the last line: a daemon
+// that can't start says why there.
+type lastLine struct {
+	to   io.Writer
+	line []byte
+}
+
+func (l *lastLine) Write(p []byte) (int, error) {
+	for line := range bytes.Lines(p) {
+		if bytes.HasSuffix(l.line, []byte("\n")) {
+			l.line = l.line[:0]
+		}
+		l.line = append(l.line, line...)
+	}
+	return l.to.Write(p)
+}
+
+// String returns the line without what programs put before their errors. It
+// is called once nothing is written any more.
+func (l *lastLine) String() string {
+	return strings.TrimPrefix(strings.TrimSpace(string(l.line)), "hib: ")
 }
 
 // serve starts a daemon on a free port and waits until it answers.
 func (t SelfTest) serve(ctx context.Context, data string) (*process, error) {
 	args := append([]string{"serve", "--data", data, "--listen", "127.0.0.1:0"}, t.Args...)
 	cmd := exec.Command(t.Program, args...)
-	cmd.Stdout, cmd.Stderr = t.Log, t.Log
+	p := &process{cmd: cmd, said: lastLine{to: t.Log}, exited: make(chan error, 1)}
+	cmd.Stdout, cmd.Stderr = &p.said, &p.said
 	if err := cmd.Start(); err != nil {
 		return nil, fmt.Errorf("start the daemon: %w", err)
 	}
-	p := &process{cmd: cmd, exited: make(chan error, 1)}
 	go func() { p.exited <- cmd.Wait() }()
 	ctx, cancel := context.WithTimeout(ctx, serveTimeout)
 	defer cancel()
@@ -224,7 +250,7 @@ func (t SelfTest) serve(ctx context.Context, data string) (*process, error) {
 		}
 		select {
 		case err := <-p.exited:
-			return nil, fmt.Errorf("the daemon ended (%v): its log says why", err)
+			return nil, fmt.Errorf("the daemon ended (%v): %s", err, &p.said)
 		case <-ctx.Done():
 			return nil, errors.Join(fmt.Errorf("the daemon did not start: %w", ctx.Err()), p.stop())
 		case <-time.After(50 * time.Millisecond):
@@ -232,9 +258,12 @@ func (t SelfTest) serve(ctx context.Context, data string) (*process, error) {
 	}
 }
 
-// answers tells whether the daemon of a data folder serves.
+// answers tells whether the daemon serves. Another one, which may run on the
+// same data folder, is none of the self-test's.
 func (p *process) answers(ctx context.Context, data string) bool {
-	if _, err := os.Stat(filepath.Join(data, api.DaemonFile)); err != nil {
+	text, err := os.ReadFile(filepath.Join(data, api.DaemonFile))
+	var running api.DaemonInfo
+	if err != nil || json.Unmarshal(text, &running) != nil || running.PID != p.cmd.Process.Pid {
 		return false
 	}
 	c, err := client.Options{Data: data}.Client()
