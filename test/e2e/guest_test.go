@@ -24,7 +24,8 @@ func TestGuestThatEnds(t *testing.T) {
 			d.Shell(id, "echo kept > note")
 			d.Hib("hibernate", id)
 			d.Hib("resume", id)
-			_, _, _ = d.Try("exec", id, "--", "bash", "-c", "sudo sysctl -qw kernel.sysrq=1; "+tt.script)
+			// Detached and a moment later, so that it strikes a guest at rest.
+			d.Hib("exec", "-d", id, "--", "bash", "-c", "sudo sysctl -qw kernel.sysrq=1; sleep 0.5; "+tt.script)
 			sb := d.WaitState(id, api.StateFailed)
 			t.Logf("reason: %s", sb.Reason)
 			if !strings.Contains(strings.ToLower(sb.Reason), tt.reason) {
