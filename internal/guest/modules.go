@@ -17,6 +17,13 @@ const (
 	modulesDir  = "/hib/modules"
 )
 
+// moduleParameters are what modules are loaded with.
+var moduleParameters = map[string]string{
+	// Polled transmission waits for a device that was shut down for ever, with the
+	// processor: a guest that powered off while a packet was on its way hung.
+	"virtio_net.ko": "napi_tx=0",
+}
+
 // loadModules loads the kernel modules that a list names. One that cannot be
 // loaded warns: it shows later if it is needed.
 func loadModules(list, dir string, log *slog.Logger) {
@@ -43,7 +50,7 @@ func loadModule(path string) error {
 		return err
 	}
 	defer f.Close()
-	err = unix.FinitModule(int(f.Fd()), "", 0)
+	err = unix.FinitModule(int(f.Fd()), moduleParameters[filepath.Base(path)], 0)
 	switch {
 	case errors.Is(err, unix.EEXIST): // it is loaded
 	case errors.Is(err, unix.ENODEV): // there is no such hardware
