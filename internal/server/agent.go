@@ -1,6 +1,7 @@
 package server
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -17,6 +18,7 @@ import (
 	"unicode"
 
 	"github.com/hibernacle/hibernacle/api"
+	"github.com/hibernacle/hibernacle/api/process/processconnect"
 	"github.com/hibernacle/hibernacle/internal/guestapi"
 	"github.com/hibernacle/hibernacle/internal/sandbox"
 )
@@ -63,6 +65,26 @@ func (g guest) url(p string) *url.URL {
 	return &url.URL{Scheme: "http", Host: net.JoinHostPort(g.id, strconv.Itoa(guestapi.Port)), Path: p}
 }
 
+// completeCall reads the request of a procedure call to its end. A stream's
+// answer may begin before the last bytes of its request came, and HTTP/1.1 then
+// takes these away from the proxy, whose connection to the guest breaks. Only
+// the one procedure that takes a stream is left to flow, as files are.
+func completeCall(w http.ResponseWriter, r *http.Request, target string) error {
+	call := strings.HasPrefix(target, "/"+processconnect.ProcessName+"/") || strings.HasPrefix(target, "/filesystem.Filesystem/")
+	if !call || target == processconnect.ProcessStreamInputProcedure {
+		return nil
+	}
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxBody))
+	if _, large := errors.AsType[*http.MaxBytesError](err); large {
+		return fmt.Errorf("the call is %w: at most %d bytes are taken", errTooLarge, maxBody)
+	}
+	if err != nil {
+		return requestError{message: "the call broke off: " + err.Error()}
+	}
+	r.Body, r.ContentLength, r.TransferEncoding = io.NopCloser(bytes.NewReader(body)), int64(len(body)), nil
+	return nil
+}
+
 // RoundTrip sends a request to the agent with its token and says in words what
 // went wrong if there is no answer.
 func (s *Server) callAgent(g guest, r *http.Request) (*http.Response, error) {
@@ -100,10 +122,7 @@ func (s *Server) proxyAgent(w http.ResponseWriter, r *http.Request) {
 	}
 	ctx, done := s.stream(r.Context())
 	defer done()
-	// A stream's answer begins while its request may still be under way. Without
-	// this, HTTP/1.1 would take the rest of the request away from the proxy, whose
-	// connection to the guest then breaks.
-	if err := http.NewResponseController(w).EnableFullDuplex(); err != nil {
+	if err := completeCall(w, r, target); err != nil {
 		s.fail(w, r, err)
 		return
 	}
