@@ -80,6 +80,11 @@ func TestClockAfterAMonth(t *testing.T) {
 		v, err := strconv.ParseFloat(strings.TrimSpace(out), 64)
 		return code == 0 && err == nil && math.Abs(float64(time.Now().Unix())-v-30*86400) < 60
 	})
+	// The machine's own clock tells that its VMM lives a month ago.
+	rtc, err := strconv.ParseFloat(d.Shell(id, "cat /sys/class/rtc/rtc0/since_epoch"), 64)
+	if err != nil || math.Abs(float64(time.Now().Unix())-rtc-30*86400) > 60 {
+		t.Fatalf("the machine's own clock shows %v (%v): the VMM's time is not shifted", rtc, err)
+	}
 	uptime := d.Shell(id, "cut -d' ' -f1 /proc/uptime")
 	d.Hib("hibernate", id)
 	d.Restart() // without the wrapper: today
