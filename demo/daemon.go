@@ -92,13 +92,20 @@ func fileExists(path string) bool {
 	return err == nil
 }
 
-// killAndRestart ends the daemon as a crash would and starts it again.
-func (d *daemon) killAndRestart(ctx context.Context) error {
+// kill ends the daemon as a crash would.
+func (d *daemon) kill() error {
 	if err := d.cmd.Process.Kill(); err != nil {
 		return err
 	}
 	_ = d.cmd.Wait()
 	d.c.Close()
+	return nil
+}
+
+func (d *daemon) killAndRestart(ctx context.Context) error {
+	if err := d.kill(); err != nil {
+		return err
+	}
 	return d.start(ctx)
 }
 

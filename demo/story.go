@@ -197,7 +197,7 @@ func (s *story) sleep(ctx context.Context) error {
 
 // secondDeath kills the daemon under the running sandbox.
 func (s *story) secondDeath(ctx context.Context) error {
-	step("kill -9 the daemon under the running sandbox, start it again")
+	step("kill -9 the daemon under the running sandbox, start it again a second later")
 	before, err := s.ask(ctx, "/")
 	if err != nil {
 		return err
@@ -207,7 +207,11 @@ func (s *story) secondDeath(ctx context.Context) error {
 		return err
 	}
 	begun := time.Now()
-	if err := s.d.killAndRestart(ctx); err != nil {
+	if err := s.d.kill(); err != nil {
+		return err
+	}
+	time.Sleep(time.Second) // long enough for a guest that stands still to show
+	if err := s.d.start(ctx); err != nil {
 		return err
 	}
 	now, err := s.ask(ctx, "/")
