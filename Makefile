@@ -41,7 +41,7 @@ demo: deps build ## play the whole story on a private daemon, every figure measu
 
 bench: deps build ## measure on this machine
 	scripts/fixtures
-	. $(CACHE)/fixtures.env && $(GO) run ./demo -bench
+	. $(CACHE)/fixtures.env && scripts/bench
 
 clean: ## remove what was built; the cache of downloads stays
 	rm -rf bin
