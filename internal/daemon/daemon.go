@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"os"
 	"path/filepath"
 	"time"
 
@@ -68,6 +69,7 @@ func run(ctx context.Context, c Config, wire wiring, ready func(Started)) error 
 		return err
 	}
 	defer lock.Close()
+	defer os.Remove(f.Run) // fails, rightly, while machines run on
 	key, err := f.key()
 	if err != nil {
 		return err

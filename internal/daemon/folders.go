@@ -217,10 +217,7 @@ func (f Folders) announce(url string) error {
 }
 
 // withdraw takes the announcement back.
-func (f Folders) withdraw() {
-	_ = os.Remove(filepath.Join(f.Data, api.DaemonFile))
-	_ = os.Remove(f.Run) // fails, rightly, while machines run on
-}
+func (f Folders) withdraw() { os.Remove(filepath.Join(f.Data, api.DaemonFile)) }
 
 // writeFile replaces a file as a whole.
 func writeFile(path string, mode fs.FileMode, content []byte) error {
