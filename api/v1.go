@@ -33,6 +33,42 @@ type Sandbox struct {
 	Snapshot      *Snapshot         `json:"snapshot"`       // the last committed one
 	LastHibernate *HibernateReport  `json:"last_hibernate"` // null before the first
 	LastResume    *ResumeReport     `json:"last_resume"`    // null before the first; creation counts as one
+	Replication   *Replication      `json:"replication"`    // of Snapshot to the remote store; null without one
+	Parked        bool              `json:"parked"`         // in standby, its paused VMM is kept as a cache
+}
+
+// Replication says where the sandbox's snapshot is kept.
+type Replication struct {
+	State string `json:"state"`           // "local", "replicating" or "replicated"
+	Error string `json:"error,omitempty"` // why the last try failed; it is tried again
+}
+
+// HibernateRequest is the optional body of a hibernation.
+type HibernateRequest struct {
+	NoPark bool `json:"no_park,omitempty"` // do not keep the paused VMM: for measuring
+}
+
+// ResumeRequest is the optional body of a resume: what it shall do without, for
+// measuring.
+type ResumeRequest struct {
+	NoParked     bool `json:"no_parked,omitempty"`      // drop a parked VMM before
+	NoPool       bool `json:"no_pool,omitempty"`        // start a fresh VMM
+	NoPrefetch   bool `json:"no_prefetch,omitempty"`    // leave all pages to faults
+	StoreDelayMS int  `json:"store_delay_ms,omitempty"` // added to each request to the remote store
+}
+
+// EvictRequest asks to let go of cached copies of what a sandbox in standby is
+// resumed from. Nothing is lost by it.
+type EvictRequest struct {
+	Parked    bool `json:"parked,omitempty"`     // the parked VMM
+	PageCache bool `json:"page_cache,omitempty"` // the host's page cache of the snapshot's files, file by file
+	Local     bool `json:"local,omitempty"`      // the local packs, which must be replicated
+}
+
+// Evicted says what an eviction let go of.
+type Evicted struct {
+	Packs int   `json:"packs"` // local copies deleted
+	Bytes int64 `json:"bytes"`
 }
 
 // Snapshot describes the snapshot that a sandbox would resume from.
@@ -52,17 +88,33 @@ type HibernateReport struct {
 	PauseMS  float64            `json:"pause_ms"`
 	Phases   map[string]float64 `json:"phases"`
 	Warnings []string           `json:"warnings,omitempty"`
+	// WorkingSet is about the run that this hibernation ended; null for one that booted.
+	WorkingSet *WorkingSetReport `json:"working_set,omitempty"`
+}
+
+// WorkingSetReport compares what was prefetched with what the guest touched, in
+// pages of 4 KiB.
+type WorkingSetReport struct {
+	Pages        int64 `json:"pages"`        // of the working set that the snapshot carried
+	Prefetched   int64 `json:"prefetched"`   // pushed ahead of the guest
+	Late         int64 `json:"late"`         // of the set, but read on demand before they were pushed
+	Missed       int64 `json:"missed"`       // read on demand and not of the set
+	Mispredicted int64 `json:"mispredicted"` // pushed and not touched
 }
 
 // ResumeReport says how the last resume (or the creation) went. Phases maps a
 // name to milliseconds: vmm, state, unpause, guest_init and others.
 type ResumeReport struct {
-	Tier            string             `json:"tier"` // "local"
+	Tier            string             `json:"tier"` // "parked", "local" or "remote"; "boot" for a cold boot
 	TotalMS         float64            `json:"total_ms"`
 	Phases          map[string]float64 `json:"phases"`
 	BytesRead       int64              `json:"bytes_read"`
 	PrefetchedBytes int64              `json:"prefetched_bytes"` // of the working set, ahead of the guest
 	Faults          int64              `json:"faults"`
+	DemandPages     int64              `json:"demand_pages"`      // pages of 4 KiB that page reads brought, until the report
+	WorkingSetBytes int64              `json:"working_set_bytes"` // of the set that the snapshot carries
+	BytesFetched    int64              `json:"bytes_fetched"`     // from the remote store, until the report
+	Pooled          bool               `json:"pooled"`            // the VMM was started beforehand
 	Warnings        []string           `json:"warnings,omitempty"`
 }
 
@@ -146,6 +198,7 @@ type Progress struct {
 	Error    *Error    `json:"error,omitempty"`
 	Template *Template `json:"template,omitempty"`
 	Verify   *Verify   `json:"verify,omitempty"`
+	Imported *Imported `json:"imported,omitempty"`
 }
 
 // StoreStatus says what the store holds.
@@ -159,6 +212,63 @@ type StoreStatus struct {
 	BaseImages    int   `json:"base_images"`
 	BaseBytes     int64 `json:"base_bytes"`
 	FreeBytes     int64 `json:"free_bytes"` // on the store's file system
+
+	Tiers     []TierStatus   `json:"tiers"`     // "local", and "remote" if there is one
+	Sandboxes []StoreSandbox `json:"sandboxes"` // the largest first
+}
+
+// TierStatus says what one tier of the store holds.
+type TierStatus struct {
+	Tier    string `json:"tier"`
+	Where   string `json:"where"` // folder or URL
+	Objects int    `json:"objects"`
+	Bytes   int64  `json:"bytes"`
+	Budget  int64  `json:"budget"`          // bytes, 0: none
+	Pending int    `json:"pending"`         // remote: snapshots that wait for their upload
+	Error   string `json:"error,omitempty"` // why the tier is not to be reached
+}
+
+// StoreSandbox says what a sandbox's snapshot takes up.
+type StoreSandbox struct {
+	ID          string `json:"id"`
+	Name        string `json:"name"`
+	Packs       int    `json:"packs"`        // that its manifest names
+	LiveBytes   int64  `json:"live_bytes"`   // pages of its memory image in packs that no template shares
+	StoredBytes int64  `json:"stored_bytes"` // size of those packs with their dead pages, state and manifest
+	LocalBytes  int64  `json:"local_bytes"`  // of these, kept on the local disk
+	Replication string `json:"replication"`  // "local", "replicating", "replicated", "" without a remote store
+}
+
+// CollectRequest is the optional body of a garbage collection.
+type CollectRequest struct {
+	DryRun bool `json:"dry_run,omitempty"` // only say what would go
+}
+
+// Collected says what a garbage collection removed, or would remove.
+type Collected struct {
+	DryRun  bool            `json:"dry_run"`
+	Tiers   []CollectedTier `json:"tiers"`
+	Objects []string        `json:"objects,omitempty"` // keys, of a dry run
+}
+
+// CollectedTier is what went from one tier.
+type CollectedTier struct {
+	Tier    string `json:"tier"`
+	Objects int    `json:"objects"`
+	Bytes   int64  `json:"bytes"`
+	InUse   int    `json:"in_use"` // left, since somebody has them open
+}
+
+// ImportRequest asks to take over the sandboxes that the remote store holds.
+type ImportRequest struct {
+	TakeOver bool `json:"take_over,omitempty"` // also from another node, which must be gone for good
+}
+
+// Imported says what an import brought.
+type Imported struct {
+	Sandboxes []string `json:"sandboxes"` // ids of those that are here now
+	Templates []string `json:"templates"`
+	Skipped   []string `json:"skipped"` // one line each: what is here already or could not be taken, and why
 }
 
 // Verify is what a verification of the store found.

@@ -46,14 +46,30 @@ func (c *Client) Delete(ctx context.Context, id string) error {
 // Hibernate brings a sandbox to standby; when it returns, its snapshot is
 // durable. Idempotent.
 func (c *Client) Hibernate(ctx context.Context, id string) (s api.Sandbox, err error) {
-	err = c.call(ctx, http.MethodPost, c.endpoint("sandboxes", id, "hibernate"), nil, &s)
+	return c.HibernateWith(ctx, id, api.HibernateRequest{})
+}
+
+// HibernateWith is Hibernate with options.
+func (c *Client) HibernateWith(ctx context.Context, id string, r api.HibernateRequest) (s api.Sandbox, err error) {
+	err = c.call(ctx, http.MethodPost, c.endpoint("sandboxes", id, "hibernate"), r, &s)
 	return s, err
 }
 
 // Resume wakes a sandbox, a failed one from its last snapshot. Idempotent.
 func (c *Client) Resume(ctx context.Context, id string) (s api.Sandbox, err error) {
-	err = c.call(ctx, http.MethodPost, c.endpoint("sandboxes", id, "resume"), nil, &s)
+	return c.ResumeWith(ctx, id, api.ResumeRequest{})
+}
+
+// ResumeWith is Resume with options.
+func (c *Client) ResumeWith(ctx context.Context, id string, r api.ResumeRequest) (s api.Sandbox, err error) {
+	err = c.call(ctx, http.MethodPost, c.endpoint("sandboxes", id, "resume"), r, &s)
 	return s, err
+}
+
+// Evict lets go of cached copies of what a sandbox in standby is resumed from.
+func (c *Client) Evict(ctx context.Context, id string, r api.EvictRequest) (e api.Evicted, err error) {
+	err = c.call(ctx, http.MethodPost, c.endpoint("sandboxes", id, "evict"), r, &e)
+	return e, err
 }
 
 // Exec runs a command in a sandbox to its end and returns what it printed. For

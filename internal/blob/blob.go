@@ -22,6 +22,10 @@ var (
 	ErrInUse      = errors.New("the object is in use")
 	ErrNoSpace    = errors.New("no space left in the store")
 	ErrInvalidKey = errors.New("invalid object key")
+
+	// ErrUnavailable says that the store could not be asked, or did not answer:
+	// nothing is known about the object, and another try may succeed.
+	ErrUnavailable = errors.New("the store is not available")
 )
 
 // Info describes an object.

@@ -28,9 +28,15 @@ var faults = map[string]struct {
 // operations are what a fault interrupts. Each begins with a sandbox that was
 // hibernated with "old" and, but for resume, runs with "new".
 var operations = map[string]func(h *host, id string) error{
-	"hibernate": func(h *host, id string) error { _, err := h.core.Hibernate(h.t.Context(), id); return err },
-	"resume":    func(h *host, id string) error { _, err := h.core.Resume(h.t.Context(), id); return err },
-	"delete":    func(h *host, id string) error { return h.core.Delete(h.t.Context(), id) },
+	"hibernate": func(h *host, id string) error {
+		_, err := h.core.Hibernate(h.t.Context(), id, sandbox.HibernateOptions{})
+		return err
+	},
+	"resume": func(h *host, id string) error {
+		_, err := h.core.Resume(h.t.Context(), id, sandbox.ResumeOptions{})
+		return err
+	},
+	"delete": func(h *host, id string) error { return h.core.Delete(h.t.Context(), id) },
 	"create": func(h *host, _ string) error {
 		_, err := h.core.Create(h.t.Context(), sandbox.CreateOptions{Name: "other"})
 		return err
@@ -278,7 +284,7 @@ func work(h *host, id string, known *modelled, round int) {
 			return
 		}
 		known.memory = set{word: true}
-		if _, err := h.core.Hibernate(context.Background(), id); err != nil {
+		if _, err := h.core.Hibernate(context.Background(), id, sandbox.HibernateOptions{}); err != nil {
 			known.saved = known.saved.plus(known.memory)
 			return
 		}

@@ -115,7 +115,7 @@ func (h *host) ask(id, line string) string {
 
 func (h *host) hibernate(id string) sandbox.Sandbox {
 	h.t.Helper()
-	s, err := h.core.Hibernate(h.t.Context(), id)
+	s, err := h.core.Hibernate(h.t.Context(), id, sandbox.HibernateOptions{})
 	if err != nil {
 		h.t.Fatal(err)
 	}
@@ -127,7 +127,7 @@ func (h *host) hibernate(id string) sandbox.Sandbox {
 
 func (h *host) resume(id string) sandbox.Sandbox {
 	h.t.Helper()
-	s, err := h.core.Resume(h.t.Context(), id)
+	s, err := h.core.Resume(h.t.Context(), id, sandbox.ResumeOptions{})
 	if err != nil {
 		h.t.Fatal(err)
 	}

@@ -14,10 +14,15 @@ import (
 // for the answer to a capture.
 const captureGrace = 10 * time.Second
 
+// HibernateOptions says how to hibernate. The zero value is the usual way.
+type HibernateOptions struct {
+	NoPark bool // do not keep the paused VMM
+}
+
 // Hibernate takes a running sandbox to standby; one that is there already is
 // left alone. When it returns without error the snapshot is durable. ErrConflict
 // says that a request came in between and the sandbox runs on.
-func (c *Core) Hibernate(ctx context.Context, id string) (Sandbox, error) {
+func (c *Core) Hibernate(ctx context.Context, id string, o HibernateOptions) (Sandbox, error) {
 	e, err := c.find(id)
 	if err != nil {
 		return Sandbox{}, err

@@ -103,7 +103,7 @@ func TestRealCatalog(t *testing.T) {
 	if s.LastResume.Tier != "boot" || s.Snapshot != nil {
 		t.Errorf("cold boot: %+v", s)
 	}
-	if _, err := core.Hibernate(t.Context(), s.ID); err != nil {
+	if _, err := core.Hibernate(t.Context(), s.ID, sandbox.HibernateOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	core.Close()
@@ -195,7 +195,7 @@ func TestHibernationThatFails(t *testing.T) {
 			s := h.create()
 			h.ask(s.ID, "set kept")
 			h.hook.set(at("seal", false, func(context.Context) error { return tt.err }))
-			_, err := h.core.Hibernate(t.Context(), s.ID)
+			_, err := h.core.Hibernate(t.Context(), s.ID, sandbox.HibernateOptions{})
 			isA(t, err, tt.kind)
 			if s = h.get(s.ID); s.State != sandbox.StateRunning {
 				t.Fatalf("it is %s", s.State)
@@ -239,7 +239,7 @@ func TestResumeThatFails(t *testing.T) {
 			h.ask(s.ID, "set kept")
 			h.hibernate(s.ID)
 			h.hook.set(at(tt.step, false, func(context.Context) error { return tt.err }))
-			_, err := h.core.Resume(t.Context(), s.ID)
+			_, err := h.core.Resume(t.Context(), s.ID, sandbox.ResumeOptions{})
 			isA(t, err, tt.kind)
 			if s = h.get(s.ID); s.State != tt.want {
 				t.Fatalf("it is %s", s.State)
@@ -288,7 +288,7 @@ func TestMachineThatEnds(t *testing.T) {
 			}
 			_, err := h.core.Dial(t.Context(), s.ID, 80)
 			isA(t, err, sandbox.ErrFailed)
-			_, err = h.core.Hibernate(t.Context(), s.ID)
+			_, err = h.core.Hibernate(t.Context(), s.ID, sandbox.HibernateOptions{})
 			isA(t, err, sandbox.ErrFailed)
 			wait(t, "nothing of it runs", func() bool { return len(h.w.Machines()) == 0 })
 			h.resume(s.ID)
@@ -313,7 +313,7 @@ func TestFailedBeforeFirstHibernation(t *testing.T) {
 	cold := h.create(sandbox.CreateOptions{ColdBoot: true})
 	h.w.KillShims(cold.ID)
 	h.waitState(cold.ID, sandbox.StateFailed)
-	_, err := h.core.Resume(t.Context(), cold.ID)
+	_, err := h.core.Resume(t.Context(), cold.ID, sandbox.ResumeOptions{})
 	isA(t, err, sandbox.ErrFailed)
 	if err := h.core.Delete(t.Context(), cold.ID); err != nil {
 		t.Fatal(err)
@@ -328,7 +328,7 @@ func TestFailedStaysFailed(t *testing.T) {
 	h.w.KillShims(s.ID)
 	reason := h.waitState(s.ID, sandbox.StateFailed).Reason
 	h.hook.set(at("launch", false, func(context.Context) error { return errInjected }))
-	_, err := h.core.Resume(t.Context(), s.ID)
+	_, err := h.core.Resume(t.Context(), s.ID, sandbox.ResumeOptions{})
 	isA(t, err, sandbox.ErrUnavailable)
 	if s = h.get(s.ID); s.State != sandbox.StateFailed || s.Reason != reason {
 		t.Fatalf("it is %s: %q", s.State, s.Reason)
@@ -406,7 +406,7 @@ func TestCallerThatLeaves(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	left := make(chan error)
 	go func() {
-		_, err := h.core.Hibernate(ctx, s.ID)
+		_, err := h.core.Hibernate(ctx, s.ID, sandbox.HibernateOptions{})
 		left <- err
 	}()
 	<-g.reached

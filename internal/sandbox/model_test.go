@@ -137,13 +137,13 @@ func (m *model) begin(op int, id string, i int) (finish func()) {
 			s.memory = s.memory.plus(set{word: true})
 		}
 	case 3, 4:
-		if _, err := m.core.Hibernate(ctx, id); err == nil {
+		if _, err := m.core.Hibernate(ctx, id, sandbox.HibernateOptions{}); err == nil {
 			s.saved = s.memory
 		} else {
 			s.saved = s.saved.plus(s.memory)
 		}
 	case 5:
-		if _, err := m.core.Resume(ctx, id); err != nil && !errors.Is(err, sandbox.ErrUnavailable) && !errors.Is(err, sandbox.ErrFailed) {
+		if _, err := m.core.Resume(ctx, id, sandbox.ResumeOptions{}); err != nil && !errors.Is(err, sandbox.ErrUnavailable) && !errors.Is(err, sandbox.ErrFailed) {
 			m.t.Logf("resume: %v", err)
 		}
 	case 6:

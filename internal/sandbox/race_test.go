@@ -31,7 +31,7 @@ func TestRequestCancelsHibernation(t *testing.T) {
 			h.hook.set(at(tt.step, tt.after, g.wait))
 			hibernated := make(chan error)
 			go func() {
-				_, err := h.core.Hibernate(t.Context(), s.ID)
+				_, err := h.core.Hibernate(t.Context(), s.ID, sandbox.HibernateOptions{})
 				hibernated <- err
 			}()
 			<-g.reached
@@ -61,7 +61,7 @@ func TestRequestAfterCommitResumes(t *testing.T) {
 	h.hook.set(at("release", false, g.wait))
 	hibernated := make(chan error)
 	go func() {
-		_, err := h.core.Hibernate(t.Context(), s.ID)
+		_, err := h.core.Hibernate(t.Context(), s.ID, sandbox.HibernateOptions{})
 		hibernated <- err
 	}()
 	<-g.reached
@@ -94,7 +94,7 @@ func TestConnectionOutlivesCancelledHibernation(t *testing.T) {
 	h.hook.set(at("seal", true, g.wait))
 	hibernated := make(chan error)
 	go func() {
-		_, err := h.core.Hibernate(t.Context(), s.ID)
+		_, err := h.core.Hibernate(t.Context(), s.ID, sandbox.HibernateOptions{})
 		hibernated <- err
 	}()
 	<-g.reached
@@ -115,10 +115,22 @@ func TestDeleteCancels(t *testing.T) {
 		step string
 		op   func(h *host, id string) error
 	}{
-		"hibernation":        {"seal", func(h *host, id string) error { _, err := h.core.Hibernate(h.t.Context(), id); return err }},
-		"hibernation begins": {"capture", func(h *host, id string) error { _, err := h.core.Hibernate(h.t.Context(), id); return err }},
-		"resume":             {"prepare", func(h *host, id string) error { _, err := h.core.Resume(h.t.Context(), id); return err }},
-		"resume ends":        {"resume", func(h *host, id string) error { _, err := h.core.Resume(h.t.Context(), id); return err }},
+		"hibernation": {"seal", func(h *host, id string) error {
+			_, err := h.core.Hibernate(h.t.Context(), id, sandbox.HibernateOptions{})
+			return err
+		}},
+		"hibernation begins": {"capture", func(h *host, id string) error {
+			_, err := h.core.Hibernate(h.t.Context(), id, sandbox.HibernateOptions{})
+			return err
+		}},
+		"resume": {"prepare", func(h *host, id string) error {
+			_, err := h.core.Resume(h.t.Context(), id, sandbox.ResumeOptions{})
+			return err
+		}},
+		"resume ends": {"resume", func(h *host, id string) error {
+			_, err := h.core.Resume(h.t.Context(), id, sandbox.ResumeOptions{})
+			return err
+		}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			h := newHost(t)
@@ -149,7 +161,7 @@ func TestTwoResumesAreOne(t *testing.T) {
 	var wg sync.WaitGroup
 	for range 16 {
 		wg.Go(func() {
-			if _, err := h.core.Resume(t.Context(), s.ID); err != nil {
+			if _, err := h.core.Resume(t.Context(), s.ID, sandbox.ResumeOptions{}); err != nil {
 				t.Error(err)
 			}
 		})
@@ -181,12 +193,12 @@ func TestRaces(t *testing.T) {
 		h.ask(s.ID, "set "+want)
 		var wg sync.WaitGroup
 		hibernate := func() {
-			if _, err := h.core.Hibernate(ctx, s.ID); err != nil && !errors.Is(err, sandbox.ErrConflict) && !errors.Is(err, sandbox.ErrNotFound) {
+			if _, err := h.core.Hibernate(ctx, s.ID, sandbox.HibernateOptions{}); err != nil && !errors.Is(err, sandbox.ErrConflict) && !errors.Is(err, sandbox.ErrNotFound) {
 				t.Errorf("round %d: hibernate: %v", round, err)
 			}
 		}
 		resume := func() {
-			if _, err := h.core.Resume(ctx, s.ID); err != nil && !errors.Is(err, sandbox.ErrConflict) && !errors.Is(err, sandbox.ErrNotFound) {
+			if _, err := h.core.Resume(ctx, s.ID, sandbox.ResumeOptions{}); err != nil && !errors.Is(err, sandbox.ErrConflict) && !errors.Is(err, sandbox.ErrNotFound) {
 				t.Errorf("round %d: resume: %v", round, err)
 			}
 		}
@@ -251,7 +263,7 @@ func TestManyAtOnce(t *testing.T) {
 				if _, err := sandboxtest.Ask(ctx, h.core, s.ID, "set "+want); err != nil {
 					t.Error(err)
 				}
-				if _, err := h.core.Hibernate(ctx, s.ID); err != nil {
+				if _, err := h.core.Hibernate(ctx, s.ID, sandbox.HibernateOptions{}); err != nil {
 					t.Error(err)
 				}
 				if got, err := sandboxtest.Ask(ctx, h.core, s.ID, "get"); err != nil || got != want {

@@ -112,6 +112,14 @@ type Sandbox struct {
 	Snapshot        *Snapshot
 	LastHibernate   *HibernateReport
 	LastResume      *ResumeReport
+	Replication     *Replication // of Snapshot; nil without a remote store
+	Parked          bool         // in standby, its paused VMM is kept
+}
+
+// Replication says where a sandbox's snapshot is kept.
+type Replication struct {
+	State string // "local", "replicating" or "replicated"
+	Error string // why the last try failed; it is tried again
 }
 
 // Snapshot describes the snapshot that a sandbox would resume from.
@@ -132,18 +140,24 @@ type HibernateReport struct {
 	PauseMS  float64            `json:"pause_ms"` // from the pause to the seal
 	Phases   map[string]float64 `json:"phases"`
 	Warnings []string           `json:"warnings,omitempty"`
+
+	WorkingSet *shim.WorkingSetReport `json:"working_set,omitempty"` // of the run that it ended; nil after a boot
 }
 
 // ResumeReport says how a resume (or a creation) went. Phases maps a name to
 // milliseconds: vmm (start of the shim and its VMM) and those of the shim
 // (bind, state, unpause, guest_init).
 type ResumeReport struct {
-	Tier            string             `json:"tier"` // "local", or "boot" for a cold boot
+	Tier            string             `json:"tier"` // "parked", "local" or "remote"; "boot" for a cold boot
 	TotalMS         float64            `json:"total_ms"`
 	Phases          map[string]float64 `json:"phases"`
 	BytesRead       int64              `json:"bytes_read"`
 	PrefetchedBytes int64              `json:"prefetched_bytes"`
 	Faults          int64              `json:"faults"`
+	DemandPages     int64              `json:"demand_pages,omitempty"`      // of 4 KiB that page reads brought, until the report
+	WorkingSetBytes int64              `json:"working_set_bytes,omitempty"` // of the set that the snapshot carries
+	BytesFetched    int64              `json:"bytes_fetched,omitempty"`     // from the remote store, until the report
+	Pooled          bool               `json:"pooled,omitempty"`            // the VMM was started beforehand
 	Warnings        []string           `json:"warnings,omitempty"`
 }
 

@@ -27,8 +27,14 @@ func (h *host) stopAt(step string, after bool, op func() error) {
 // TestRecovery kills the daemon in every state, lets something happen, and
 // looks where the next daemon takes the sandbox.
 func TestRecovery(t *testing.T) {
-	hibernate := func(h *host, id string) error { _, err := h.core.Hibernate(h.t.Context(), id); return err }
-	resume := func(h *host, id string) error { _, err := h.core.Resume(h.t.Context(), id); return err }
+	hibernate := func(h *host, id string) error {
+		_, err := h.core.Hibernate(h.t.Context(), id, sandbox.HibernateOptions{})
+		return err
+	}
+	resume := func(h *host, id string) error {
+		_, err := h.core.Resume(h.t.Context(), id, sandbox.ResumeOptions{})
+		return err
+	}
 	remove := func(h *host, id string) error { return h.core.Delete(h.t.Context(), id) }
 	killShims := func(h *host, id string) { h.w.KillShims(id) }
 	for name, tt := range map[string]struct {
@@ -140,7 +146,7 @@ func TestThawLeftOver(t *testing.T) {
 	})
 	done := make(chan error)
 	go func() {
-		_, err := h.core.Hibernate(t.Context(), s.ID)
+		_, err := h.core.Hibernate(t.Context(), s.ID, sandbox.HibernateOptions{})
 		done <- err
 	}()
 	<-g.reached
@@ -246,7 +252,7 @@ func TestCloseLeavesGuestsRunning(t *testing.T) {
 	h.hook.set(at("seal", false, g.wait))
 	done := make(chan error)
 	go func() {
-		_, err := h.core.Hibernate(t.Context(), a.ID)
+		_, err := h.core.Hibernate(t.Context(), a.ID, sandbox.HibernateOptions{})
 		done <- err
 	}()
 	<-g.reached
@@ -257,7 +263,7 @@ func TestCloseLeavesGuestsRunning(t *testing.T) {
 	}
 	_, err := h.core.Dial(t.Context(), a.ID, 80)
 	if err == nil {
-		_, err = h.core.Hibernate(t.Context(), a.ID)
+		_, err = h.core.Hibernate(t.Context(), a.ID, sandbox.HibernateOptions{})
 	}
 	isA(t, err, sandbox.ErrUnavailable)
 	h.boot()

@@ -21,11 +21,20 @@ const (
 	tierBoot  = "boot"
 )
 
+// ResumeOptions says what a resume shall do without, for measuring. The zero
+// value is the usual way.
+type ResumeOptions struct {
+	NoParked   bool          // drop a parked VMM before
+	NoPool     bool          // start a fresh VMM
+	NoPrefetch bool          // leave all pages to faults
+	StoreDelay time.Duration // added to each request to the remote store
+}
+
 // Resume brings a sandbox from standby, or a failed one from its last
 // snapshot, to running. One that runs is left alone; one that hibernates is
 // resumed afterwards. ErrFailed says that the snapshot cannot be resumed, any
 // other error that the sandbox is as it was before.
-func (c *Core) Resume(ctx context.Context, id string) (Sandbox, error) {
+func (c *Core) Resume(ctx context.Context, id string, o ResumeOptions) (Sandbox, error) {
 	e, err := c.find(id)
 	if err != nil {
 		return Sandbox{}, err

@@ -1,6 +1,9 @@
 package server
 
 import (
+	"fmt"
+	"time"
+
 	"github.com/hibernacle/hibernacle/api"
 	"github.com/hibernacle/hibernacle/internal/sandbox"
 )
@@ -19,6 +22,18 @@ func fromCreate(r api.CreateRequest) sandbox.CreateOptions {
 	return o
 }
 
+// maxStoreDelay bounds the delay that a resume may ask for, in milliseconds.
+const maxStoreDelay = 10_000
+
+func fromResume(r api.ResumeRequest) (sandbox.ResumeOptions, error) {
+	if r.StoreDelayMS < 0 || r.StoreDelayMS > maxStoreDelay {
+		return sandbox.ResumeOptions{}, requestError{fmt.Sprintf("store_delay_ms is %d", r.StoreDelayMS), fmt.Sprintf("take 0 to %d", maxStoreDelay)}
+	}
+	return sandbox.ResumeOptions{
+		NoParked: r.NoParked, NoPool: r.NoPool, NoPrefetch: r.NoPrefetch, StoreDelay: time.Duration(r.StoreDelayMS) * time.Millisecond,
+	}, nil
+}
+
 func fromBuild(r api.BuildRequest) sandbox.BuildOptions {
 	return sandbox.BuildOptions{Name: r.Name, MemoryMiB: r.MemoryMiB, CPUs: r.CPUs}
 }
@@ -26,7 +41,10 @@ func fromBuild(r api.BuildRequest) sandbox.BuildOptions {
 func toSandbox(s sandbox.Sandbox) api.Sandbox {
 	out := api.Sandbox{
 		ID: s.ID, Name: s.Name, Template: s.Template, State: api.State(s.State), Reason: s.Reason,
-		CreatedAt: s.CreatedAt, MemoryMiB: s.MemoryMiB, CPUs: s.CPUs, Labels: orEmpty(s.Labels),
+		CreatedAt: s.CreatedAt, MemoryMiB: s.MemoryMiB, CPUs: s.CPUs, Labels: orEmpty(s.Labels), Parked: s.Parked,
+	}
+	if r := s.Replication; r != nil {
+		out.Replication = &api.Replication{State: r.State, Error: r.Error}
 	}
 	if p := s.Snapshot; p != nil {
 		out.Snapshot = &api.Snapshot{
@@ -36,11 +54,16 @@ func toSandbox(s sandbox.Sandbox) api.Sandbox {
 	}
 	if h := s.LastHibernate; h != nil {
 		out.LastHibernate = &api.HibernateReport{TotalMS: h.TotalMS, PauseMS: h.PauseMS, Phases: orEmpty(h.Phases), Warnings: h.Warnings}
+		if w := h.WorkingSet; w != nil {
+			report := api.WorkingSetReport(*w)
+			out.LastHibernate.WorkingSet = &report
+		}
 	}
 	if r := s.LastResume; r != nil {
 		out.LastResume = &api.ResumeReport{
 			Tier: r.Tier, TotalMS: r.TotalMS, Phases: orEmpty(r.Phases),
 			BytesRead: r.BytesRead, Faults: r.Faults, PrefetchedBytes: r.PrefetchedBytes, Warnings: r.Warnings,
+			DemandPages: r.DemandPages, WorkingSetBytes: r.WorkingSetBytes, BytesFetched: r.BytesFetched, Pooled: r.Pooled,
 		}
 	}
 	return out

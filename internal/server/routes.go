@@ -26,6 +26,7 @@ func (s *Server) routes() []route {
 		{"GET", "/v1/sandboxes/{id}", s.getSandbox},
 		{"DELETE", "/v1/sandboxes/{id}", s.deleteSandbox},
 		{"POST", "/v1/sandboxes/{id}/hibernate", s.hibernateSandbox},
+		{"POST", "/v1/sandboxes/{id}/evict", s.evictSandbox},
 		{"POST", "/v1/sandboxes/{id}/resume", s.resumeSandbox},
 		{"GET", "/v1/sandboxes/{id}/logs", s.getLogs},
 

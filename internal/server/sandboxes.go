@@ -4,6 +4,7 @@ import (
 	"net/http"
 
 	"github.com/hibernacle/hibernacle/api"
+	"github.com/hibernacle/hibernacle/internal/sandbox"
 )
 
 func (s *Server) createSandbox(w http.ResponseWriter, r *http.Request) {
@@ -44,7 +45,12 @@ func (s *Server) getSandbox(w http.ResponseWriter, r *http.Request) {
 }
 
 func (s *Server) hibernateSandbox(w http.ResponseWriter, r *http.Request) {
-	sb, err := s.core.Hibernate(r.Context(), r.PathValue("id"))
+	var req api.HibernateRequest
+	if err := decode(w, r, &req); err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	sb, err := s.core.Hibernate(r.Context(), r.PathValue("id"), sandbox.HibernateOptions{NoPark: req.NoPark})
 	if err != nil {
 		s.fail(w, r, err)
 		return
@@ -53,12 +59,36 @@ func (s *Server) hibernateSandbox(w http.ResponseWriter, r *http.Request) {
 }
 
 func (s *Server) resumeSandbox(w http.ResponseWriter, r *http.Request) {
-	sb, err := s.core.Resume(r.Context(), r.PathValue("id"))
+	var req api.ResumeRequest
+	if err := decode(w, r, &req); err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	o, err := fromResume(req)
+	if err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	sb, err := s.core.Resume(r.Context(), r.PathValue("id"), o)
 	if err != nil {
 		s.fail(w, r, err)
 		return
 	}
 	writeJSON(w, http.StatusOK, toSandbox(sb))
+}
+
+func (s *Server) evictSandbox(w http.ResponseWriter, r *http.Request) {
+	var req api.EvictRequest
+	if err := decode(w, r, &req); err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	out, err := s.core.Evict(r.Context(), r.PathValue("id"), sandbox.EvictOptions(req))
+	if err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	writeJSON(w, http.StatusOK, api.Evicted(out))
 }
 
 func (s *Server) deleteSandbox(w http.ResponseWriter, r *http.Request) {

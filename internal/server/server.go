@@ -28,8 +28,9 @@ type Core interface {
 	Create(ctx context.Context, o sandbox.CreateOptions) (sandbox.Sandbox, error)
 	Get(ctx context.Context, id string) (sandbox.Sandbox, error)
 	List(ctx context.Context) ([]sandbox.Sandbox, error)
-	Hibernate(ctx context.Context, id string) (sandbox.Sandbox, error)
-	Resume(ctx context.Context, id string) (sandbox.Sandbox, error)
+	Hibernate(ctx context.Context, id string, o sandbox.HibernateOptions) (sandbox.Sandbox, error)
+	Resume(ctx context.Context, id string, o sandbox.ResumeOptions) (sandbox.Sandbox, error)
+	Evict(ctx context.Context, id string, o sandbox.EvictOptions) (sandbox.Evicted, error)
 	Delete(ctx context.Context, id string) error
 
 	// Dial connects to a TCP port in the guest and wakes it for that.

@@ -341,7 +341,7 @@ func TestFiles(t *testing.T) {
 func TestAgentProxyHidesOurKey(t *testing.T) {
 	f := newFixture(t)
 	id := f.create()
-	f.core.Hibernate(t.Context(), id)
+	f.core.Hibernate(t.Context(), id, sandbox.HibernateOptions{})
 	resp, body := f.doWith("POST", "/v1/sandboxes/"+id+"/agent/process.Process/List", "{}", http.Header{
 		"X-API-Key": {key}, "Content-Type": {"application/json"}, "Authorization": {"Basic dXNlcjo="},
 		"Hib-Control-Token": {"guess"}, "X-Access-Token": {"guess"}, "Cookie": {"a=b"},

@@ -57,6 +57,7 @@ const (
 	PhaseRunning   Phase = "running"   // the guest runs and its init is done
 	PhaseCapturing Phase = "capturing" // frozen or paused for a snapshot that is not sealed
 	PhaseSealed    Phase = "sealed"    // the snapshot is whole and durable; the guest runs again only by order
+	PhaseParked    Phase = "parked"    // sealed and committed: a cache that runs on by Unpark
 	PhaseStopped   Phase = "stopped"   // the guest or the VMM ended, see Status.Exit
 )
 
@@ -101,6 +102,30 @@ type ResumeRequest struct {
 	Snapshot snapshot.Ref         `json:"snapshot"`
 	Key      vmm.Key              `json:"key"`  // of this machine; compared with the snapshot's
 	Init     guestapi.InitRequest `json:"init"` // UnixNano, Entropy, SleptSeconds are filled in by the shim
+
+	NoPrefetch bool          `json:"no_prefetch,omitempty"` // leave all pages to faults
+	StoreDelay time.Duration `json:"store_delay,omitempty"` // nanoseconds, added to each request to the remote store: for measuring
+}
+
+// ParkRequest keeps a sealed machine, once its snapshot is committed, as a
+// cache: paused, without connections, until Unpark or Release.
+type ParkRequest struct {
+	Attempt uint64 `json:"attempt"` // that is sealed
+}
+
+// ParkReport says what a parked machine costs.
+type ParkReport struct {
+	MemoryBytes int64 `json:"memory_bytes"` // that ending it would give back: private memory of the VMM and of the shim
+}
+
+// UnparkRequest lets a parked machine run on. Snapshot is the one that it was
+// sealed as, or one with the same memory image that replaced it: what the
+// next capture is compared with.
+type UnparkRequest struct {
+	Attempt  uint64               `json:"attempt"`
+	Attach   Attach               `json:"attach"`
+	Snapshot snapshot.Ref         `json:"snapshot"`
+	Init     guestapi.InitRequest `json:"init"`
 }
 
 // StartReport says how a Boot or a Resume went. Phases maps a name to
@@ -108,9 +133,13 @@ type ResumeRequest struct {
 // time that Prepare took.
 type StartReport struct {
 	Phases          map[string]float64 `json:"phases"`
-	BytesRead       int64              `json:"bytes_read"`       // from snapshots by page reads, until the report
-	Faults          int64              `json:"faults"`           // page reads that the pager answered, until the report
-	PrefetchedBytes int64              `json:"prefetched_bytes"` // pushed ahead of them, if that is done already
+	BytesRead       int64              `json:"bytes_read"`        // from snapshots by page reads, until the report
+	Faults          int64              `json:"faults"`            // page reads that the pager answered, until the report
+	PrefetchedBytes int64              `json:"prefetched_bytes"`  // pushed ahead of them, if that is done already
+	DemandPages     int64              `json:"demand_pages"`      // of 4 KiB that page reads brought, until the report
+	WorkingSetBytes int64              `json:"working_set_bytes"` // of the set that the snapshot carries
+	BytesFetched    int64              `json:"bytes_fetched"`     // from the remote store, until the report
+	Remote          bool               `json:"remote"`            // not all packs of the snapshot were on the local disk
 	Warnings        []string           `json:"warnings,omitempty"`
 }
 
@@ -133,6 +162,18 @@ type CaptureReport struct {
 	Phases   map[string]float64 `json:"phases"`
 	PauseMS  float64            `json:"pause_ms"` // from the pause to the seal
 	Warnings []string           `json:"warnings,omitempty"`
+
+	WorkingSet *WorkingSetReport `json:"working_set,omitempty"` // nil after a boot
+}
+
+// WorkingSetReport compares what was prefetched at a resume with what the guest
+// touched until its capture, in pages of 4 KiB.
+type WorkingSetReport struct {
+	Pages        int64 `json:"pages"`        // of the working set that the snapshot carried
+	Prefetched   int64 `json:"prefetched"`   // pushed ahead of the guest
+	Late         int64 `json:"late"`         // of the set, but read on demand before they were pushed
+	Missed       int64 `json:"missed"`       // read on demand and not of the set
+	Mispredicted int64 `json:"mispredicted"` // pushed and not touched
 }
 
 // ThawRequest cancels a capture, sealed or not: the guest goes on and the

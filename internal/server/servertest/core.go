@@ -176,8 +176,16 @@ func (c *Core) List(context.Context) ([]sandbox.Sandbox, error) {
 	return all, nil
 }
 
+// Evict says that it let go of one pack.
+func (c *Core) Evict(_ context.Context, id string, o sandbox.EvictOptions) (sandbox.Evicted, error) {
+	if _, err := c.Get(context.Background(), id); err != nil || !o.Local {
+		return sandbox.Evicted{}, err
+	}
+	return sandbox.Evicted{Packs: 1, Bytes: 4096}, nil
+}
+
 // Hibernate brings a sandbox to standby.
-func (c *Core) Hibernate(_ context.Context, id string) (sandbox.Sandbox, error) {
+func (c *Core) Hibernate(_ context.Context, id string, _ sandbox.HibernateOptions) (sandbox.Sandbox, error) {
 	return c.with("Hibernate", id, func(s *sandbox.Sandbox) error {
 		if s.State == sandbox.StateFailed {
 			return failed(s)
@@ -194,7 +202,7 @@ func failed(s *sandbox.Sandbox) error {
 }
 
 // Resume wakes a sandbox.
-func (c *Core) Resume(_ context.Context, id string) (sandbox.Sandbox, error) {
+func (c *Core) Resume(_ context.Context, id string, _ sandbox.ResumeOptions) (sandbox.Sandbox, error) {
 	return c.with("Resume", id, c.wake)
 }
 

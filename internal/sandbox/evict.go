@@ -1,0 +1,28 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+)
+
+// EvictOptions says which cached copies to let go of.
+type EvictOptions struct {
+	Parked    bool // the parked VMM
+	PageCache bool // the host's page cache of the snapshot's files, file by file
+	Local     bool // the local packs, which must be replicated
+}
+
+// Evicted says what an eviction let go of.
+type Evicted struct {
+	Packs int // local copies deleted
+	Bytes int64
+}
+
+// Evict lets go of cached copies of what a sandbox in standby is resumed from.
+// Nothing is lost by it.
+func (c *Core) Evict(ctx context.Context, id string, o EvictOptions) (Evicted, error) {
+	if _, err := c.find(id); err != nil {
+		return Evicted{}, err
+	}
+	return Evicted{}, &Error{Kind: errors.ErrUnsupported, Message: "eviction"}
+}
