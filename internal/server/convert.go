@@ -89,6 +89,7 @@ func toStoreStatus(s sandbox.StoreStatus) api.StoreStatus {
 	return api.StoreStatus{
 		Packs: s.Packs, PackBytes: s.PackBytes, Manifests: s.Manifests, ManifestBytes: s.ManifestBytes,
 		States: s.States, StateBytes: s.StateBytes, BaseImages: s.BaseImages, BaseBytes: s.BaseBytes, FreeBytes: s.FreeBytes,
+		Tiers: []api.TierStatus{}, Sandboxes: []api.StoreSandbox{},
 	}
 }
 
