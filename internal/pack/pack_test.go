@@ -125,7 +125,14 @@ func TestEveryFlippedByteIsFound(t *testing.T) {
 			if err == nil {
 				got := make([]byte, len(content))
 				_, err = r.ReadAt(got, 0)
-				if verr := r.Verify(nil); verr == nil {
+				verr := r.Verify(nil)
+				if at < headerSize && err == nil { // no reader needs the header
+					if !bytes.Equal(got, content) {
+						t.Fatalf("%v: byte %d: wrong pages", codec, at)
+					}
+					err = verr
+				}
+				if verr == nil {
 					t.Fatalf("%v: byte %d: Verify finds nothing", codec, at)
 				}
 			}
@@ -183,11 +190,47 @@ func TestNotTheRecordedPack(t *testing.T) {
 	}
 }
 
-func TestNewerVersion(t *testing.T) {
-	file, _ := write(t, Raw, pages(1, 7), 1)
-	binary.LittleEndian.PutUint32(file[len(file)-trailerSize+16:], 2)
-	if _, err := Open(bytes.NewReader(file), int64(len(file)), nil, nil); !errors.Is(err, ErrVersion) || !strings.Contains(err.Error(), "version 2") {
+func TestOtherVersionsAreRefusedInWords(t *testing.T) {
+	for _, version := range []uint32{1, Version + 1} {
+		file, sum := write(t, Raw, pages(1, 7), 1)
+		binary.LittleEndian.PutUint32(file[len(file)-trailerSize+16:], version)
+		for _, want := range []*Summary{nil, &sum} {
+			_, err := Open(bytes.NewReader(file), int64(len(file)), want, nil)
+			if !errors.Is(err, ErrVersion) || !strings.Contains(err.Error(), fmt.Sprintf("version %d,", version)) {
+				t.Errorf("Open: %v", err)
+			}
+		}
+	}
+}
+
+// Who knows which pack it must be opens it with a single read.
+func TestOpenReadsOnce(t *testing.T) {
+	file, sum := write(t, Zstd, pages(100, 7), 16)
+	f := &countingFile{ReaderAt: bytes.NewReader(file)}
+	if _, err := Open(f, int64(len(file)), &sum, nil); err != nil || f.reads != 1 {
+		t.Errorf("Open read %d times, %v", f.reads, err)
+	}
+}
+
+// A pack is the same pack in any codec; one page more or other bytes make another.
+func TestSumDoesNotDependOnTheCodec(t *testing.T) {
+	content := pages(33, 7)
+	_, raw := write(t, Raw, content, 16)
+	file, zstd := write(t, Zstd, content, 5)
+	if raw.Size == zstd.Size || !raw.Same(zstd) {
+		t.Errorf("raw %+v, zstd %+v", raw, zstd)
+	}
+	raw.Size = 0 // as a manifest records it
+	if r, err := Open(bytes.NewReader(file), int64(len(file)), &raw, nil); err != nil || r.Summary() != zstd {
 		t.Errorf("Open: %v", err)
+	}
+	for name, other := range map[string][]byte{
+		"a page less": content[:32*page.Size],
+		"zeros":       make([]byte, len(content)),
+	} {
+		if _, sum := write(t, Raw, other, 16); sum.Same(raw) {
+			t.Errorf("%s: the same sum", name)
+		}
 	}
 }
 
@@ -292,7 +335,7 @@ func TestManyReadersOfAFrameReadItOnce(t *testing.T) {
 // The golden file was written by the first release with this format version;
 // it must be readable for ever.
 func TestGolden(t *testing.T) {
-	path := filepath.Join("testdata", "v1.pack")
+	path := filepath.Join("testdata", "v2.pack")
 	content := append(bytes.Repeat([]byte{1}, FrameBytes), pages(2, 1)[page.Size:]...) // a zstd frame and a raw one
 	if *update {
 		file, _ := write(t, Zstd, content, 1)
@@ -308,7 +351,7 @@ func TestGolden(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got, want := r.Summary().Sum.String(), "a0c83275d3bfffcd13aefb0d5b39668e0390d6575c1cd0ed90e1a37a5a575b83"; got != want {
+	if got, want := r.Summary().Sum.String(), "add022bacc4e7af3d04b497e88402cd9fb9c4926ea740d6efddcce8205a8bc8a"; got != want {
 		t.Errorf("sum %s, want %s", got, want)
 	}
 	checkReads(t, r, content)
@@ -319,16 +362,23 @@ func TestGolden(t *testing.T) {
 func FuzzOpen(f *testing.F) {
 	for _, codec := range []Codec{Raw, Zstd} {
 		file, _ := write(f, codec, bytes.Repeat([]byte{1}, 2*page.Size), 1)
-		f.Add(file)
+		f.Add(file, int64(2))
 	}
-	f.Fuzz(func(t *testing.T, file []byte) {
+	f.Fuzz(func(t *testing.T, file []byte, wanted int64) {
 		file = reseal(file)
 		r, err := Open(bytes.NewReader(file), int64(len(file)), nil, NewCache(FrameBytes))
+		if _, werr := Open(bytes.NewReader(file), int64(len(file)), &Summary{Pages: wanted}, nil); !errors.Is(werr, ErrCorrupt) && !errors.Is(werr, ErrVersion) {
+			t.Errorf("Open as a pack with the sum 0: %v", werr)
+		}
 		if err != nil {
 			if !errors.Is(err, ErrCorrupt) && !errors.Is(err, ErrVersion) {
 				t.Errorf("Open: %v", err)
 			}
 			return
+		}
+		sum := r.Summary()
+		if _, err := Open(bytes.NewReader(file), int64(len(file)), &sum, nil); err != nil {
+			t.Errorf("Open as what it is: %v", err)
 		}
 		p := make([]byte, 2*FrameBytes)
 		r.ReadAt(p, 0)
@@ -338,22 +388,19 @@ func FuzzOpen(f *testing.F) {
 	})
 }
 
-// reseal makes the sum of a mutated file right where its trailer can be followed, so
-// that mutations get beyond the hash.
+// reseal makes the checksum of a mutated file right where its trailer can be
+// followed, so that mutations get beyond it.
 func reseal(file []byte) []byte {
 	if len(file) < headerSize+trailerSize {
 		return file
 	}
 	file = bytes.Clone(file)
-	index := binary.LittleEndian.Uint64(file[len(file)-trailerSize+8:])
-	if index > uint64(len(file)-trailerSize) {
+	pages := binary.LittleEndian.Uint64(file[len(file)-trailerSize:])
+	if pages > MaxPages || tailSize(int64(pages)) > int64(len(file)) {
 		return file
 	}
-	h := sha256.New()
-	h.Write(file[:headerSize])
-	h.Write(file[index : len(file)-sha256.Size])
-	h.Sum(file[:len(file)-sha256.Size])
-	return file
+	sum := sha256.Sum256(file[int64(len(file))-tailSize(int64(pages)) : len(file)-sha256.Size])
+	return append(file[:len(file)-sha256.Size], sum[:]...)
 }
 
 func BenchmarkWrite(b *testing.B) {

@@ -28,75 +28,65 @@ type Reader struct {
 }
 
 // Open opens the pack in file, which is size bytes long, and verifies its index,
-// but reads no pages. If want is not nil, the pack must be that one.
-// Decoded frames are kept in cache, which other Readers may share. The Reader
-// does not close file. Errors wrap ErrCorrupt if the bytes are wrong, ErrVersion
-// if a newer release wrote them.
+// but reads no pages. If want is not nil, the pack must be that one; this saves a
+// read, so that Open makes only one. Decoded frames are kept in cache, which other
+// Readers may share. The Reader does not close file. Errors wrap ErrCorrupt if the
+// bytes are wrong, ErrVersion if this release does not read such packs.
 func Open(file io.ReaderAt, size int64, want *Summary, cache *Cache) (*Reader, error) {
-	if want != nil && size != want.Size {
-		return nil, corrupt("it has %d bytes instead of %d", size, want.Size)
+	var pages int64
+	if want != nil {
+		pages = want.Pages
+	} else {
+		end, err := readTrailer(file, size, trailerSize)
+		if err != nil {
+			return nil, err
+		}
+		pages = int64(binary.LittleEndian.Uint64(end))
 	}
-	t, tail, err := readTail(file, size)
+	if pages < 1 || pages > MaxPages || size < headerSize+1+tailSize(pages) {
+		return nil, corrupt("%d bytes are too few for a pack of %d pages", size, pages)
+	}
+	tail, err := readTrailer(file, size, tailSize(pages))
 	if err != nil {
 		return nil, err
 	}
-	head := make([]byte, headerSize)
-	if err := readFull(file, head, 0); err != nil {
-		return nil, err
+	index, at := tail[:len(tail)-trailerSize], size-int64(len(tail))
+	if !bytes.Equal(tail, appendTrailer(index[:len(index):len(index)], pages, at)) {
+		return nil, corrupt("its index or trailer is not what was written for %d pages", pages)
 	}
-	h := sha256.New()
-	h.Write(head)
-	h.Write(tail[:len(tail)-sha256.Size])
 	r := &Reader{
 		file:    file,
-		summary: Summary{Size: size, Pages: t.pages},
-		index:   tail[:len(tail)-trailerSize],
+		summary: Summary{Size: size, Pages: pages, Sum: sumOf(pages, index)},
+		index:   index,
 		cache:   cache,
 	}
-	h.Sum(r.summary.Sum[:0])
-	if !bytes.Equal(r.summary.Sum[:], tail[len(tail)-sha256.Size:]) {
-		return nil, corrupt("its index does not fit its hash")
+	if want != nil && !r.summary.Same(*want) {
+		return nil, corrupt("it is the pack with the sum %v, wanted is %v", r.summary.Sum, want.Sum)
 	}
-	if want != nil && r.summary != *want {
-		return nil, corrupt("its index has the hash %v, recorded is %v", r.summary.Sum, want.Sum)
-	}
-	if !bytes.Equal(head, header()) {
-		return nil, corrupt("its header is wrong")
-	}
-	if err := r.checkIndex(t.index); err != nil {
+	if err := r.checkIndex(at); err != nil {
 		return nil, err
 	}
 	return r, nil
 }
 
-// readTail reads the trailer, and then index and trailer as one.
-func readTail(file io.ReaderAt, size int64) (trailer, []byte, error) {
-	if size < headerSize+1+entrySize+trailerSize {
-		return trailer{}, nil, corrupt("it is cut off, it has %d bytes", size)
+// readTrailer reads the last n bytes of file, which hold the trailer, and checks
+// that they are the end of a pack that this release reads.
+func readTrailer(file io.ReaderAt, size, n int64) ([]byte, error) {
+	if size < headerSize+trailerSize {
+		return nil, corrupt("it is cut off, it has %d bytes", size)
 	}
-	end := make([]byte, trailerSize)
-	if err := readFull(file, end, size-trailerSize); err != nil {
-		return trailer{}, nil, err
+	tail := make([]byte, n)
+	if err := readFull(file, tail, size-n); err != nil {
+		return nil, err
 	}
-	if string(end[24:32]) != trailerMagic {
-		return trailer{}, nil, corrupt("its trailer is missing: cut off, or no pack")
+	end := tail[n-trailerSize:]
+	if string(end[24:checksumAt]) != trailerMagic {
+		return nil, corrupt("its trailer is missing: cut off, or no pack")
 	}
 	if v := binary.LittleEndian.Uint32(end[16:]); v != Version {
-		return trailer{}, nil, fmt.Errorf("%w: version %d, this release reads version %d", ErrVersion, v, Version)
+		return nil, fmt.Errorf("%w: version %d, this release reads version %d", ErrVersion, v, Version)
 	}
-	if binary.LittleEndian.Uint32(end[20:]) != 0 {
-		return trailer{}, nil, corrupt("its trailer is wrong")
-	}
-	pages, index := binary.LittleEndian.Uint64(end), binary.LittleEndian.Uint64(end[8:])
-	if pages == 0 || pages > MaxPages || index < headerSize || index > uint64(size) ||
-		int64(index)+frames(int64(pages))*entrySize+trailerSize != size {
-		return trailer{}, nil, corrupt("its trailer names %d pages and an index at %d, which do not fit its %d bytes", pages, index, size)
-	}
-	tail := make([]byte, size-int64(index))
-	if err := readFull(file, tail, int64(index)); err != nil {
-		return trailer{}, nil, err
-	}
-	return trailer{pages: int64(pages), index: int64(index)}, tail, nil
+	return tail, nil
 }
 
 // checkIndex checks that the frames lie back to back between header and index,
@@ -140,7 +130,7 @@ func (r *Reader) entry(i int64) entry {
 		stored: int32(binary.LittleEndian.Uint32(b[8:])),
 		codec:  Codec(b[12]),
 	}
-	copy(e.sum[:], b[16:])
+	copy(e.sum[:], b[entrySumAt:])
 	return e
 }
 
@@ -261,12 +251,18 @@ func (r *Reader) loadZstd(p []byte, e entry) error {
 	return nil
 }
 
-// Verify reads the whole pack and verifies every frame. It goes on behind a
-// corrupt frame; the error joins what it found. progress, if not nil, is called with the
+// Verify reads the whole pack and verifies its header and every frame. It goes on
+// behind a corrupt frame; the error joins what it found. progress, if not nil, is called with the
 // number of bytes of the file that were read since the last call; an error
 // from it ends the reading.
 func (r *Reader) Verify(progress func(n int64) error) error {
 	var errs []error
+	head := make([]byte, headerSize)
+	if err := readFull(r.file, head, 0); err != nil {
+		errs = append(errs, err)
+	} else if !bytes.Equal(head, header()) {
+		errs = append(errs, corrupt("its header is wrong"))
+	}
 	buf := make([]byte, FrameBytes)
 	for i := range r.frames() {
 		if err := r.load(buf[:r.frameLen(i)], i); err != nil {

@@ -141,17 +141,10 @@ func (w *Writer) Close() (Summary, error) {
 	if w.pages == 0 {
 		return Summary{}, errors.New("write pack: it has no pages")
 	}
-	t := trailer{pages: w.pages, index: w.out.offset}
-	tail := t.append(w.out.index)
-	h := sha256.New()
-	h.Write(header())
-	h.Write(tail)
-	s := Summary{Pages: w.pages, Size: t.index + int64(len(tail)) + sha256.Size}
-	h.Sum(s.Sum[:0])
-	if _, err := w.out.w.Write(append(tail, s.Sum[:]...)); err != nil {
-		return Summary{}, fmt.Errorf("write pack: %w", err)
-	}
-	return s, nil
+	s := Summary{Pages: w.pages, Sum: sumOf(w.pages, w.out.index)}
+	w.out.write(appendTrailer(w.out.index, w.pages, w.out.offset))
+	s.Size = w.out.offset
+	return s, w.out.err
 }
 
 // Abort ends a pack that is not wanted any more. After Close it does nothing.

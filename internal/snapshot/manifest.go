@@ -104,7 +104,7 @@ func parseManifest(id ID, b []byte) (*manifest, error) {
 	}
 	le := binary.LittleEndian
 	if v := le.Uint32(b[8:]); v != formatVersion {
-		return nil, newer(key, v)
+		return nil, unknownVersion(key, v)
 	}
 	body, sum := b[:len(b)-sha256.Size], b[len(b)-sha256.Size:]
 	if got := sha256.Sum256(body); !bytes.Equal(got[:], sum) {

@@ -27,7 +27,7 @@ import (
 var (
 	ErrCorrupt = errors.New("damaged object")
 	ErrMissing = errors.New("missing object")
-	ErrVersion = errors.New("object of a newer release")
+	ErrVersion = errors.New("unknown version of the object")
 )
 
 // ID names a snapshot: 26 characters of [a-z0-9].
@@ -83,7 +83,7 @@ func corrupt(key, format string, args ...any) error {
 	return fmt.Errorf("%w %s: %s", ErrCorrupt, key, fmt.Sprintf(format, args...))
 }
 
-// newer returns the error about an object of an unknown version.
-func newer(key string, version uint32) error {
+// unknownVersion returns the error about an object that this release does not read.
+func unknownVersion(key string, version uint32) error {
 	return fmt.Errorf("%w %s: version %d, this release reads version %d", ErrVersion, key, version, formatVersion)
 }

@@ -38,7 +38,7 @@ func parseState(id ID, b []byte) ([]byte, error) {
 		return nil, corrupt(key, "it is cut off, or no state file")
 	}
 	if v := binary.LittleEndian.Uint32(b[8:]); v != formatVersion {
-		return nil, newer(key, v)
+		return nil, unknownVersion(key, v)
 	}
 	body, sum := b[:len(b)-sha256.Size], b[len(b)-sha256.Size:]
 	if got := sha256.Sum256(body); !bytes.Equal(got[:], sum) {

@@ -97,7 +97,7 @@ func parseWorkset(id ID, b []byte) ([]page.Run, error) {
 		return nil, corrupt(key, "it is cut off, or no working set")
 	}
 	if v := binary.LittleEndian.Uint32(b[8:]); v != formatVersion {
-		return nil, newer(key, v)
+		return nil, unknownVersion(key, v)
 	}
 	body, sum := b[:len(b)-sha256.Size], b[len(b)-sha256.Size:]
 	if got := sha256.Sum256(body); !bytes.Equal(got[:], sum) {
