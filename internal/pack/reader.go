@@ -214,20 +214,34 @@ func (r *Reader) peekFrame(p []byte, i int64, from int) error {
 // load reads, decodes and verifies frame i into p, which is as long as it.
 func (r *Reader) load(p []byte, i int64) error {
 	e := r.entry(i)
-	if e.codec == Raw {
-		if err := readFull(r.file, p, e.offset); err != nil {
-			return err
-		}
-	} else if err := r.loadZstd(p, e); err != nil {
+	stored := p
+	if e.codec != Raw {
+		stored = make([]byte, e.stored)
+	}
+	if err := readFull(r.file, stored, e.offset); err != nil {
 		return err
 	}
-	if sha256.Sum256(p) != e.sum {
-		return corrupt("its bytes do not fit their hash")
-	}
-	return nil
+	_, err := r.decode(p, stored, e)
+	return err
 }
 
-func (r *Reader) loadZstd(p []byte, e entry) error {
+// decode returns the verified pages of a frame that is stored as e says: a raw
+// frame's are stored itself, others are decoded into p, which is as long as the pages.
+func (r *Reader) decode(p, stored []byte, e entry) ([]byte, error) {
+	pages := stored
+	if e.codec == Zstd {
+		pages = p
+		if err := r.unzstd(p, stored); err != nil {
+			return nil, err
+		}
+	}
+	if sha256.Sum256(pages) != e.sum {
+		return nil, corrupt("its bytes do not fit their hash")
+	}
+	return pages, nil
+}
+
+func (r *Reader) unzstd(p, stored []byte) error {
 	r.decOnce.Do(func() {
 		r.decoder, r.decErr = zstd.NewReader(nil, zstd.WithDecoderConcurrency(0),
 			zstd.WithDecoderMaxMemory(FrameBytes), zstd.WithDecoderMaxWindow(1<<20))
@@ -235,12 +249,8 @@ func (r *Reader) loadZstd(p []byte, e entry) error {
 	if r.decErr != nil {
 		return r.decErr
 	}
-	b := make([]byte, e.stored)
-	if err := readFull(r.file, b, e.offset); err != nil {
-		return err
-	}
 	// Decoding cannot grow beyond the decoder's limit of one frame.
-	out, err := r.decoder.DecodeAll(b, p[:0:len(p)])
+	out, err := r.decoder.DecodeAll(stored, p[:0:len(p)])
 	if err != nil {
 		return corrupt("zstd: %v", err)
 	}
@@ -249,6 +259,50 @@ func (r *Reader) loadZstd(p []byte, e entry) error {
 	}
 	copy(p, out)
 	return nil
+}
+
+// A stretch is frames side by side that are read at once: so many bytes of the file at
+// most, and so many frames.
+const (
+	stretchBytes  = 1 << 20
+	stretchFrames = 64
+)
+
+// stretch returns the end of the longest stretch that begins with frame first.
+func (r *Reader) stretch(first int64) (end int64) {
+	limit := r.entry(first).offset + stretchBytes
+	for end = first + 1; end < min(r.frames(), first+stretchFrames); end++ {
+		if e := r.entry(end); e.offset+int64(e.stored) > limit {
+			break
+		}
+	}
+	return end
+}
+
+// readStretch reads the frames from first to before end at once, and yields
+// the verified pages of each, which are its own, or what is wrong with it.
+func (r *Reader) readStretch(first, end int64, yield func(i int64, pages []byte, err error)) {
+	e, last := r.entry(first), r.entry(end-1)
+	begin := e.offset
+	b := make([]byte, last.offset+int64(last.stored)-begin)
+	n, err := r.file.ReadAt(b, begin)
+	for i := first; i < end; i++ {
+		e := r.entry(i)
+		from, to := e.offset-begin, e.offset-begin+int64(e.stored)
+		if int64(n) < to {
+			if err == nil || err == io.EOF {
+				err = corrupt("it is cut off at %d", begin+int64(n))
+			}
+			yield(i, nil, err)
+			continue
+		}
+		var p []byte
+		if e.codec != Raw {
+			p = make([]byte, r.frameLen(i))
+		}
+		pages, err := r.decode(p, b[from:to:to], e)
+		yield(i, pages, err)
+	}
 }
 
 // Verify reads the whole pack and verifies its header and every frame. It goes on

@@ -56,7 +56,8 @@ func NewWriter(w io.Writer, codec Codec) (*Writer, error) {
 	switch codec {
 	case Raw:
 	case Zstd:
-		enc, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(runtime.GOMAXPROCS(0)), zstd.WithEncoderCRC(false))
+		enc, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(runtime.GOMAXPROCS(0)), zstd.WithEncoderCRC(false),
+			zstd.WithEncoderLevel(zstd.SpeedFastest), zstd.WithWindowSize(FrameBytes))
 		if err != nil {
 			return nil, fmt.Errorf("write pack: %w", err)
 		}
