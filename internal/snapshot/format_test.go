@@ -23,7 +23,7 @@ const goldenID ID = "0123456789abcdefghjkmnpqrs"
 // sample returns a manifest of each kind of run.
 func sample() *manifest {
 	p := func(id ID, pages int64) packRef {
-		return packRef{id: id, summary: pack.Summary{Size: 4096 + pages*page.Size + 112, Pages: pages, Sum: sha256.Sum256([]byte(id))}}
+		return packRef{id: id, summary: pack.Summary{Pages: pages, Sum: sha256.Sum256([]byte(id))}}
 	}
 	return &manifest{
 		metadata: Metadata{
@@ -79,7 +79,8 @@ func TestManifestRefusesNonsense(t *testing.T) {
 		"packs out of order":         func(m *manifest) { m.runs[1].pack, m.runs[2].pack = 1, 0; m.runs[2].packPage = 0 },
 		"pack with a wrong id":       func(m *manifest) { m.packs[0].id = "../../etc/passwd/../shadow" },
 		"pack without pages":         func(m *manifest) { m.packs[0].summary.Pages = 0 },
-		"pack too large":             func(m *manifest) { m.packs[0].summary.Size = -1 },
+		"pack with too many pages":   func(m *manifest) { m.packs[0].summary.Pages = pack.MaxPages + 1 },
+		"pack with pages below zero": func(m *manifest) { m.packs[0].summary.Pages = -1 },
 		"other snapshot":             func(m *manifest) { m.metadata.ID = "0123456789abcdefghjkmnpqr1" },
 		"memory not that of runs":    func(m *manifest) { m.metadata.MemoryBytes += 1 },
 		"memory negative":            func(m *manifest) { m.metadata.MemoryBytes = -page.Size },
@@ -136,7 +137,7 @@ func TestGolden(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for name, want := range map[string][]byte{"v1.manifest": b, "v1.state": state} {
+	for name, want := range map[string][]byte{"v2.manifest": b, "v1.state": state} {
 		path := filepath.Join("testdata", name)
 		if *update {
 			if err := os.WriteFile(path, want, 0o644); err != nil {
@@ -148,7 +149,7 @@ func TestGolden(t *testing.T) {
 			t.Fatal(err)
 		}
 		switch name {
-		case "v1.manifest":
+		case "v2.manifest":
 			got, err := parseManifest(goldenID, golden)
 			if err != nil || !reflect.DeepEqual(got, m) {
 				t.Errorf("%s reads as %+v, %v", name, got, err)
@@ -291,8 +292,8 @@ func TestFormatsAreLittleEndianAsSpecified(t *testing.T) {
 		t.Fatal(err)
 	}
 	doc := binary.LittleEndian.Uint32(b[12:])
-	runs := b[32+int(doc)+2*80:]
-	if string(b[:8]) != "HIBMANI\n" || b[8] != 1 || b[16] != 2 || b[20] != 4 || b[24] != 10 ||
+	runs := b[32+int(doc)+2*72:]
+	if string(b[:8]) != "HIBMANI\n" || b[8] != 2 || b[16] != 2 || b[20] != 4 || b[24] != 10 ||
 		!bytes.Equal(runs[:12], []byte{3, 0, 0, 0, 0xFF, 0xFF, 0xFF, 0xFF, 0, 0, 0, 0}) ||
 		!bytes.Equal(runs[12:24], []byte{1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0}) {
 		t.Error("the file is not laid out as docs/formats/manifest.md says")

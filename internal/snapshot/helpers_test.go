@@ -2,11 +2,14 @@ package snapshot
 
 import (
 	"bytes"
+	"context"
 	"flag"
 	"io"
 	"os"
 	"path/filepath"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"go.uber.org/goleak"
 
@@ -135,4 +138,35 @@ func putRaw(t testing.TB, s blob.Store, key string, b []byte) {
 	if _, err := s.Put(t.Context(), key, func(w io.Writer) error { _, err := w.Write(b); return err }); err != nil {
 		t.Fatal(err)
 	}
+}
+
+// distant is a store that lies so far away that each request takes a while.
+type distant struct {
+	blob.Store
+	latency time.Duration
+
+	requests, bytes atomic.Int64 // of reads
+}
+
+func (d *distant) Open(ctx context.Context, key string) (blob.Object, error) {
+	time.Sleep(d.latency)
+	o, err := d.Store.Open(ctx, key)
+	if err != nil {
+		return nil, err
+	}
+	return &distantObject{o, d}, nil
+}
+
+type distantObject struct {
+	blob.Object
+	d *distant
+}
+
+func (o *distantObject) Remote() bool { return true }
+
+func (o *distantObject) ReadAt(p []byte, off int64) (int, error) {
+	time.Sleep(o.d.latency)
+	o.d.requests.Add(1)
+	o.d.bytes.Add(int64(len(p)))
+	return o.Object.ReadAt(p, off)
 }

@@ -12,14 +12,13 @@ import (
 	"github.com/hibernacle/hibernacle/internal/page"
 )
 
-// formatVersion is the version of manifests and state files that this release
-// writes and reads.
-const formatVersion = 1
+// manifestVersion is the version of manifests that this release writes and reads.
+const manifestVersion = 2
 
 const (
 	manifestMagic  = "HIBMANI\n"
 	manifestHeader = 32
-	packEntrySize  = 80
+	packEntrySize  = 72
 	runEntrySize   = 12
 
 	maxManifest    = 1 << 30
@@ -37,8 +36,8 @@ type manifest struct {
 
 // packRef is a manifest's record of a pack.
 type packRef struct {
-	id      ID // of the snapshot whose capture wrote it
-	summary pack.Summary
+	id      ID           // of the snapshot whose capture wrote it
+	summary pack.Summary // the size, which differs between stores, is not recorded
 }
 
 // stateRef is a manifest's record of its state file, the whole file.
@@ -73,7 +72,7 @@ func (m *manifest) encode(written int64) ([]byte, error) {
 	le := binary.LittleEndian
 	b := make([]byte, 0, size)
 	b = append(b, manifestMagic...)
-	b = le.AppendUint32(b, formatVersion)
+	b = le.AppendUint32(b, manifestVersion)
 	b = le.AppendUint32(b, uint32(len(doc)))
 	b = le.AppendUint32(b, uint32(len(m.packs)))
 	b = le.AppendUint32(b, uint32(len(m.runs)))
@@ -82,7 +81,6 @@ func (m *manifest) encode(written int64) ([]byte, error) {
 	for _, p := range m.packs {
 		b = append(b, p.id...)
 		b = append(b, 0, 0, 0, 0, 0, 0)
-		b = le.AppendUint64(b, uint64(p.summary.Size))
 		b = le.AppendUint64(b, uint64(p.summary.Pages))
 		b = append(b, p.summary.Sum[:]...)
 	}
@@ -103,8 +101,8 @@ func parseManifest(id ID, b []byte) (*manifest, error) {
 		return nil, corrupt(key, "it is cut off, or no manifest")
 	}
 	le := binary.LittleEndian
-	if v := le.Uint32(b[8:]); v != formatVersion {
-		return nil, unknownVersion(key, v)
+	if v := le.Uint32(b[8:]); v != manifestVersion {
+		return nil, unknownVersion(key, v, manifestVersion)
 	}
 	body, sum := b[:len(b)-sha256.Size], b[len(b)-sha256.Size:]
 	if got := sha256.Sum256(body); !bytes.Equal(got[:], sum) {
@@ -155,12 +153,12 @@ func (m *manifest) parsePacks(key string, b []byte) error {
 	m.packs = make([]packRef, 0, len(b)/packEntrySize)
 	for ; len(b) > 0; b = b[packEntrySize:] {
 		id, err := ParseID(string(b[:idLen]))
-		size, pages := binary.LittleEndian.Uint64(b[32:]), binary.LittleEndian.Uint64(b[40:])
-		if err != nil || !bytes.Equal(b[idLen:32], make([]byte, 32-idLen)) || size > 1<<62 || pages == 0 || pages > pack.MaxPages {
+		pages := binary.LittleEndian.Uint64(b[32:])
+		if err != nil || !bytes.Equal(b[idLen:32], make([]byte, 32-idLen)) || pages == 0 || pages > pack.MaxPages {
 			return corrupt(key, "the record of pack %d is wrong", len(m.packs))
 		}
-		p := packRef{id: id, summary: pack.Summary{Size: int64(size), Pages: int64(pages)}}
-		copy(p.summary.Sum[:], b[48:])
+		p := packRef{id: id, summary: pack.Summary{Pages: int64(pages)}}
+		copy(p.summary.Sum[:], b[40:])
 		m.packs = append(m.packs, p)
 	}
 	return nil

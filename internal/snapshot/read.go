@@ -5,21 +5,32 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"sync"
+
+	"golang.org/x/sync/errgroup"
 
 	"github.com/hibernacle/hibernacle/internal/blob"
 	"github.com/hibernacle/hibernacle/internal/pack"
 	"github.com/hibernacle/hibernacle/internal/page"
 )
 
-// Snapshot is an open snapshot: an io.ReaderAt over its memory image. ReadAt
-// and State may be called at the same time, but not after Close.
+// frameCache bounds the decoded frames that an open snapshot keeps, in bytes.
+const frameCache = 8 << 20
+
+// maxOpening bounds how many packs are being opened at a time.
+const maxOpening = 32
+
+// Snapshot is an open snapshot: an io.ReaderAt over its memory image. Its methods
+// may be called at the same time, but not after Close.
 type Snapshot struct {
 	ref      Ref
-	store    blob.Store
 	manifest *manifest
-	state    blob.Object
+	state    *reading
+	workset  *reading
 	packs    []*pack.Reader // as in manifest.packs
-	held     []io.Closer
+
+	mu   sync.Mutex
+	held []io.Closer
 }
 
 // hold opens an object until Close.
@@ -28,25 +39,86 @@ func (s *Snapshot) hold(ctx context.Context, store blob.Store, key string) (blob
 	if err != nil {
 		return nil, objectError(key, err)
 	}
-	s.held = append(s.held, o)
+	s.keep(o)
 	return o, nil
 }
 
-// readManifest opens and reads the manifest file.
-func (s *Snapshot) readManifest(ctx context.Context, store blob.Store) ([]byte, error) {
-	key := manifestKey(s.ref.ID)
-	o, err := s.hold(ctx, store, key)
-	if err != nil {
-		return nil, err
-	}
-	if o.Size() > maxManifest {
-		return nil, corrupt(key, "%d bytes are too many", o.Size())
-	}
-	return readObject(o, key)
+// keep closes c on Close.
+func (s *Snapshot) keep(c io.Closer) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.held = append(s.held, c)
 }
 
-// readObject reads a whole object.
-func readObject(o blob.Object, key string) ([]byte, error) {
+// openManifest reads and verifies the manifest. It begins to read state file and
+// working set meanwhile, for State and WorkingSet.
+func (s *Snapshot) openManifest(ctx context.Context, store blob.Store) error {
+	s.state = begin(ctx, store, stateKey(s.ref.ID), maxState+stateOverhead)
+	s.keep(s.state)
+	s.workset = begin(ctx, store, worksetKey(s.ref.ID), maxWorkset)
+	s.keep(s.workset)
+	key := manifestKey(s.ref.ID)
+	o, b, err := readObject(ctx, store, key, maxManifest)
+	if err != nil {
+		return err
+	}
+	s.keep(o)
+	if got := hashOf(b); got != s.ref.Manifest {
+		return corrupt(key, "its hash is %s, recorded is %q", got, s.ref.Manifest)
+	}
+	s.manifest, err = parseManifest(s.ref.ID, b)
+	return err
+}
+
+// openPacks opens the packs that the manifest names.
+func (s *Snapshot) openPacks(ctx context.Context, store blob.Store) error {
+	s.packs = make([]*pack.Reader, len(s.manifest.packs))
+	cache := pack.NewCache(frameCache)
+	var g errgroup.Group
+	g.SetLimit(maxOpening)
+	for i, p := range s.manifest.packs {
+		g.Go(func() error {
+			o, err := s.hold(ctx, store, packKey(p.id))
+			if err != nil {
+				return err
+			}
+			s.packs[i], err = pack.Open(o, o.Size(), &p.summary, cache)
+			return objectError(packKey(p.id), err)
+		})
+	}
+	return g.Wait()
+}
+
+// checkStateSize waits for the state file, and checks its size.
+func (s *Snapshot) checkStateSize(ctx context.Context) error {
+	state, err := s.state.wait(ctx)
+	if err != nil {
+		return err
+	}
+	if want := s.manifest.state.Size; int64(len(state)) != want {
+		return corrupt(stateKey(s.ref.ID), "it has %d bytes instead of %d", len(state), want)
+	}
+	return nil
+}
+
+// readObject opens the object key and reads all of it, no more than limit bytes.
+// The caller closes the object, which is nil after an error.
+func readObject(ctx context.Context, store blob.Store, key string, limit int64) (blob.Object, []byte, error) {
+	o, err := store.Open(ctx, key)
+	if err != nil {
+		return nil, nil, objectError(key, err)
+	}
+	b, err := readAll(o, key, limit)
+	if err != nil {
+		return nil, nil, errors.Join(err, o.Close())
+	}
+	return o, b, nil
+}
+
+func readAll(o blob.Object, key string, limit int64) ([]byte, error) {
+	if o.Size() > limit {
+		return nil, corrupt(key, "%d bytes are too many", o.Size())
+	}
 	b := make([]byte, o.Size())
 	if n, err := o.ReadAt(b, 0); n < len(b) {
 		if err == io.EOF {
@@ -55,6 +127,46 @@ func readObject(o blob.Object, key string) ([]byte, error) {
 		return nil, objectError(key, err)
 	}
 	return b, nil
+}
+
+// reading is an object that is read by a goroutine of its own.
+type reading struct {
+	cancel context.CancelFunc
+	done   chan struct{} // closed when the rest is set
+	object blob.Object   // nil after an error
+	bytes  []byte
+	err    error
+}
+
+// begin begins to read the object key. It goes on when ctx has ended, until close.
+func begin(ctx context.Context, store blob.Store, key string, limit int64) *reading {
+	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	r := &reading{cancel: cancel, done: make(chan struct{})}
+	go func() {
+		defer close(r.done)
+		r.object, r.bytes, r.err = readObject(ctx, store, key, limit)
+	}()
+	return r
+}
+
+// wait returns the object's bytes once they are read.
+func (r *reading) wait(ctx context.Context) ([]byte, error) {
+	select {
+	case <-r.done:
+		return r.bytes, r.err
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+// Close ends the reading and closes the object.
+func (r *reading) Close() error {
+	r.cancel()
+	<-r.done
+	if r.object == nil {
+		return nil
+	}
+	return r.object.Close()
 }
 
 // Ref returns what names the snapshot.
@@ -109,26 +221,11 @@ func (s *Snapshot) read(p []byte, off int64, readPack func(*pack.Reader, []byte,
 
 // State returns the machine's saved state, verified. Errors name the object.
 func (s *Snapshot) State(ctx context.Context) ([]byte, error) {
-	if err := ctx.Err(); err != nil {
-		return nil, err
-	}
-	return readState(s.state, s.ref.ID, s.manifest.state)
-}
-
-// readState reads and verifies the state file of snapshot id.
-func readState(o blob.Object, id ID, want stateRef) ([]byte, error) {
-	key := stateKey(id)
-	if o.Size() != want.Size {
-		return nil, corrupt(key, "it has %d bytes instead of %d", o.Size(), want.Size)
-	}
-	b, err := readObject(o, key)
+	b, err := s.state.wait(ctx)
 	if err != nil {
 		return nil, err
 	}
-	if got := stateRefOf(b); got != want {
-		return nil, corrupt(key, "its hash is %s, recorded is %s", got.SHA256, want.SHA256)
-	}
-	return parseState(id, b)
+	return checkState(s.ref.ID, b, s.manifest.state)
 }
 
 // Close gives the snapshot's objects free.

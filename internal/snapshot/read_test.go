@@ -1,14 +1,19 @@
 package snapshot
 
 import (
+	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
+	"github.com/hibernacle/hibernacle/internal/blob/blobtest"
 	"github.com/hibernacle/hibernacle/internal/page"
 )
 
@@ -118,12 +123,14 @@ func TestManifestUnderAnotherName(t *testing.T) {
 	}
 }
 
-func TestNewerVersionsAreRefusedInWords(t *testing.T) {
-	r, dir := newRepository(t)
-	ref, _ := newMachine(2).capture(t, r, nil)
-	damage(t, dir, manifestKey(ref.ID), func(b []byte) []byte { binary.LittleEndian.PutUint32(b[8:], 2); return b })
-	if _, err := r.Find(t.Context(), ref.ID); !errors.Is(err, ErrVersion) || !strings.Contains(err.Error(), "version 2") {
-		t.Errorf("Find: %v", err)
+func TestOtherVersionsAreRefusedInWords(t *testing.T) {
+	for _, version := range []uint32{1, manifestVersion + 1} {
+		r, dir := newRepository(t)
+		ref, _ := newMachine(2).capture(t, r, nil)
+		damage(t, dir, manifestKey(ref.ID), func(b []byte) []byte { binary.LittleEndian.PutUint32(b[8:], version); return b })
+		if _, err := r.Find(t.Context(), ref.ID); !errors.Is(err, ErrVersion) || !strings.Contains(err.Error(), fmt.Sprintf("version %d,", version)) {
+			t.Errorf("Find: %v", err)
+		}
 	}
 }
 
@@ -151,5 +158,66 @@ func TestReadAtTheEdges(t *testing.T) {
 	}
 	if err := s.Close(); err != nil {
 		t.Errorf("second Close: %v", err)
+	}
+}
+
+// A store that is far away is asked for as much as possible at once: the
+// manifest, then all packs, and the state file beside them. That is four waits,
+// for each object is opened and then read.
+func TestOpenWaitsForFewRoundTrips(t *testing.T) {
+	r, _ := newRepository(t)
+	m := newMachine(200)
+	m.fill(0, 1)
+	ref, _ := m.capture(t, r, nil)
+	for n := 1; n < 30; n++ {
+		m.fill(n, 1)
+		ref, _ = m.capture(t, r, open(t, r, ref))
+	}
+	if err := r.SaveWorkingSet(t.Context(), ref.ID, []page.Run{{First: 3, Count: 2}}); err != nil {
+		t.Fatal(err)
+	}
+	synctest.Test(t, func(t *testing.T) { // its clock stands still while anything is done but waiting
+		const latency = 20 * time.Millisecond
+		r := NewRepository(&distant{Store: r.store, latency: latency})
+		begin := time.Now()
+		s := open(t, r, ref)
+		if d := time.Since(begin); len(s.packs) != 30 || d != 4*latency {
+			t.Errorf("opened with %d packs after %v", len(s.packs), d)
+		}
+		if _, err := s.State(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if _, err := s.WorkingSet(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if d := time.Since(begin); d != 4*latency {
+			t.Errorf("state and working set were there after %v", d)
+		}
+	})
+}
+
+// The working set is no reason for a resume to wait.
+func TestOpenDoesNotWaitForTheWorkingSet(t *testing.T) {
+	r, _ := newRepository(t)
+	m := newMachine(2)
+	m.fill(1, 1)
+	ref, _ := m.capture(t, r, nil)
+	released := make(chan struct{})
+	r = NewRepository(&blobtest.Faulty{Store: r.store, Fault: func(op blobtest.Op, key string) error {
+		if key == worksetKey(ref.ID) {
+			<-released
+		}
+		return nil
+	}})
+	s := open(t, r, ref)
+	same(t, s, m.ram)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := s.WorkingSet(ctx); !errors.Is(err, context.Canceled) {
+		t.Errorf("WorkingSet: %v", err)
+	}
+	close(released)
+	if _, err := s.WorkingSet(t.Context()); !errors.Is(err, ErrMissing) {
+		t.Errorf("WorkingSet: %v", err)
 	}
 }

@@ -8,11 +8,7 @@ import (
 	"fmt"
 
 	"github.com/hibernacle/hibernacle/internal/blob"
-	"github.com/hibernacle/hibernacle/internal/pack"
 )
-
-// frameCache bounds the decoded frames that an open snapshot keeps, in bytes.
-const frameCache = 8 << 20
 
 // Repository keeps snapshots in a store. Its methods may be called at the same
 // time, and any number of processes may have repositories on one store.
@@ -28,43 +24,28 @@ func NewRepository(store blob.Store) *Repository { return &Repository{store: sto
 // the index of every pack, so what is missing or cut off is told here; it reads
 // no pages, these are verified when they are read. Errors name the object and
 // wrap ErrMissing, ErrCorrupt or ErrVersion.
+//
+// The store may be far away: Open asks for the manifest, the state file and the
+// working set at once, and for all packs once it knows them. It does not wait for
+// the working set.
 func (r *Repository) Open(ctx context.Context, ref Ref) (_ *Snapshot, err error) {
 	if _, err := ParseID(string(ref.ID)); err != nil {
 		return nil, err
 	}
-	s := &Snapshot{ref: ref, store: r.store}
+	s := &Snapshot{ref: ref}
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("open snapshot %s: %w", ref.ID, errors.Join(err, s.Close()))
 		}
 	}()
-	b, err := s.readManifest(ctx, r.store)
-	if err != nil {
+	if err := s.openManifest(ctx, r.store); err != nil {
 		return nil, err
 	}
-	if got := hashOf(b); got != ref.Manifest {
-		return nil, corrupt(manifestKey(ref.ID), "its hash is %s, recorded is %q", got, ref.Manifest)
-	}
-	if s.manifest, err = parseManifest(ref.ID, b); err != nil {
+	if err := s.openPacks(ctx, r.store); err != nil {
 		return nil, err
 	}
-	if s.state, err = s.hold(ctx, r.store, stateKey(ref.ID)); err != nil {
+	if err := s.checkStateSize(ctx); err != nil {
 		return nil, err
-	}
-	if s.state.Size() != s.manifest.state.Size {
-		return nil, corrupt(stateKey(ref.ID), "it has %d bytes instead of %d", s.state.Size(), s.manifest.state.Size)
-	}
-	cache := pack.NewCache(frameCache)
-	for _, p := range s.manifest.packs {
-		o, err := s.hold(ctx, r.store, packKey(p.id))
-		if err != nil {
-			return nil, err
-		}
-		reader, err := pack.Open(o, o.Size(), &p.summary, cache)
-		if err != nil {
-			return nil, objectError(packKey(p.id), err)
-		}
-		s.packs = append(s.packs, reader)
 	}
 	return s, nil
 }
@@ -86,12 +67,11 @@ func (r *Repository) load(ctx context.Context, id ID) (*manifest, string, error)
 	if _, err := ParseID(string(id)); err != nil {
 		return nil, "", err
 	}
-	s := &Snapshot{ref: Ref{ID: id}}
-	defer s.Close()
-	b, err := s.readManifest(ctx, r.store)
+	o, b, err := readObject(ctx, r.store, manifestKey(id), maxManifest)
 	if err != nil {
 		return nil, "", err
 	}
+	defer o.Close()
 	m, err := parseManifest(id, b)
 	if err != nil {
 		return nil, "", err

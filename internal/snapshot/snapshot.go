@@ -83,7 +83,7 @@ func corrupt(key, format string, args ...any) error {
 	return fmt.Errorf("%w %s: %s", ErrCorrupt, key, fmt.Sprintf(format, args...))
 }
 
-// unknownVersion returns the error about an object that this release does not read.
-func unknownVersion(key string, version uint32) error {
-	return fmt.Errorf("%w %s: version %d, this release reads version %d", ErrVersion, key, version, formatVersion)
+// unknownVersion returns the error about an object of a version that is not known.
+func unknownVersion(key string, version, known uint32) error {
+	return fmt.Errorf("%w %s: version %d, this release reads version %d", ErrVersion, key, version, known)
 }

@@ -8,6 +8,9 @@ import (
 	"fmt"
 )
 
+// stateVersion is the version of state files that this release writes and reads.
+const stateVersion = 1
+
 const (
 	stateMagic    = "HIBSTAT\n"
 	stateHeader   = 24
@@ -22,7 +25,7 @@ func encodeState(state []byte) ([]byte, error) {
 	}
 	b := make([]byte, 0, len(state)+stateOverhead)
 	b = append(b, stateMagic...)
-	b = binary.LittleEndian.AppendUint32(b, formatVersion)
+	b = binary.LittleEndian.AppendUint32(b, stateVersion)
 	b = append(b, 0, 0, 0, 0)
 	b = binary.LittleEndian.AppendUint64(b, uint64(len(state)))
 	b = append(b, state...)
@@ -37,8 +40,8 @@ func parseState(id ID, b []byte) ([]byte, error) {
 	if len(b) < stateOverhead || string(b[:8]) != stateMagic {
 		return nil, corrupt(key, "it is cut off, or no state file")
 	}
-	if v := binary.LittleEndian.Uint32(b[8:]); v != formatVersion {
-		return nil, unknownVersion(key, v)
+	if v := binary.LittleEndian.Uint32(b[8:]); v != stateVersion {
+		return nil, unknownVersion(key, v, stateVersion)
 	}
 	body, sum := b[:len(b)-sha256.Size], b[len(b)-sha256.Size:]
 	if got := sha256.Sum256(body); !bytes.Equal(got[:], sum) {
@@ -48,6 +51,15 @@ func parseState(id ID, b []byte) ([]byte, error) {
 		return nil, corrupt(key, "its header is wrong")
 	}
 	return body[stateHeader:], nil
+}
+
+// checkState returns the state in the state file b of snapshot id, which must be
+// the one that want records. Errors are parseState's.
+func checkState(id ID, b []byte, want stateRef) ([]byte, error) {
+	if got := stateRefOf(b); got != want {
+		return nil, corrupt(stateKey(id), "its hash is %s, recorded is %s", got.SHA256, want.SHA256)
+	}
+	return parseState(id, b)
 }
 
 // stateRefOf describes a state file.

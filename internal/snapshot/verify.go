@@ -91,7 +91,7 @@ func (v *verification) run(ctx context.Context) error {
 		}
 	}
 	for _, id := range slices.Sorted(maps.Keys(states)) { // without a manifest
-		if err := v.object(ctx, states[id], v.unlessDeleted(ctx, v.repo.checkState(ctx, id, nil))); err != nil {
+		if err := v.object(ctx, states[id], v.unlessDeleted(ctx, v.repo.verifyState(ctx, id, nil))); err != nil {
 			return err
 		}
 	}
@@ -160,13 +160,13 @@ func (v *verification) manifest(ctx context.Context, id ID, size int64, states m
 			v.named[p.id] = n
 		}
 		n.by = append(n.by, id)
-		if n.summary != p.summary {
+		if !n.summary.Same(p.summary) {
 			v.faults = append(v.faults, corrupt(manifestKey(id), "it records pack %s differently than %s", p.id, n.by[0]))
 		}
 	}
 	stateSize := states[id]
 	delete(states, id)
-	err := v.repo.checkState(ctx, id, &m.state)
+	err := v.repo.verifyState(ctx, id, &m.state)
 	return v.object(ctx, stateSize, v.unlessDeleted(ctx, err, id))
 }
 
@@ -184,22 +184,16 @@ func (v *verification) unlessDeleted(ctx context.Context, err error, by ...ID) e
 	return nil
 }
 
-// checkState verifies a state file, against the manifest's record if there is one.
-func (r *Repository) checkState(ctx context.Context, id ID, want *stateRef) error {
-	o, err := r.store.Open(ctx, stateKey(id))
+// verifyState verifies a state file, against the manifest's record if there is one.
+func (r *Repository) verifyState(ctx context.Context, id ID, want *stateRef) error {
+	o, b, err := readObject(ctx, r.store, stateKey(id), maxState+stateOverhead)
 	if err != nil {
-		return objectError(stateKey(id), err)
+		return err
 	}
 	defer o.Close()
 	if want != nil {
-		_, err = readState(o, id, *want)
-		return err
-	}
-	if o.Size() > maxState+stateOverhead {
-		return corrupt(stateKey(id), "%d bytes are too many", o.Size())
-	}
-	b, err := readObject(o, stateKey(id))
-	if err == nil {
+		_, err = checkState(id, b, *want)
+	} else {
 		_, err = parseState(id, b)
 	}
 	return err

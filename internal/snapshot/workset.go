@@ -11,21 +11,30 @@ import (
 	"github.com/hibernacle/hibernacle/internal/page"
 )
 
+// worksetVersion is the version of working sets that this release writes and reads.
+const worksetVersion = 1
+
 const (
 	worksetPrefix   = "worksets/"
 	worksetMagic    = "HIBWSET\n"
 	worksetHeader   = 16
 	maxWorksetRuns  = 1 << 16
 	maxWorksetPages = 1 << 16
+	maxWorkset      = worksetHeader + 16*maxWorksetRuns + sha256.Size
 )
 
 func worksetKey(id ID) string { return worksetPrefix + string(id) }
 
 // WorkingSet returns the pages that a guest touched first after a resume, in
-// that order, all within the memory. The error wraps ErrMissing if none was
-// recorded; no error stands in the way of a resume.
+// that order, all within the memory, as they were recorded when the snapshot was
+// opened. The error wraps ErrMissing if none was recorded; no error stands in the way
+// of a resume.
 func (s *Snapshot) WorkingSet(ctx context.Context) ([]page.Run, error) {
-	runs, err := readWorkset(ctx, s.store, s.ref.ID)
+	b, err := s.workset.wait(ctx)
+	if err != nil {
+		return nil, err
+	}
+	runs, err := parseWorkset(s.ref.ID, b)
 	if err != nil {
 		return nil, err
 	}
@@ -50,19 +59,11 @@ func (r *Repository) SaveWorkingSet(ctx context.Context, id ID, runs []page.Run)
 }
 
 func readWorkset(ctx context.Context, store blob.Store, id ID) ([]page.Run, error) {
-	key := worksetKey(id)
-	o, err := store.Open(ctx, key)
-	if err != nil {
-		return nil, objectError(key, err)
-	}
-	defer o.Close()
-	if o.Size() > worksetHeader+16*maxWorksetRuns+sha256.Size {
-		return nil, corrupt(key, "%d bytes are too many", o.Size())
-	}
-	b, err := readObject(o, key)
+	o, b, err := readObject(ctx, store, worksetKey(id), maxWorkset)
 	if err != nil {
 		return nil, err
 	}
+	defer o.Close()
 	return parseWorkset(id, b)
 }
 
@@ -79,7 +80,7 @@ func encodeWorkset(runs []page.Run) []byte {
 	}
 	b := make([]byte, 0, worksetHeader+16*len(kept)+sha256.Size)
 	b = append(b, worksetMagic...)
-	b = binary.LittleEndian.AppendUint32(b, formatVersion)
+	b = binary.LittleEndian.AppendUint32(b, worksetVersion)
 	b = binary.LittleEndian.AppendUint32(b, uint32(len(kept)))
 	for _, r := range kept {
 		b = binary.LittleEndian.AppendUint64(b, r.First)
@@ -96,8 +97,8 @@ func parseWorkset(id ID, b []byte) ([]page.Run, error) {
 	if len(b) < worksetHeader+sha256.Size || string(b[:8]) != worksetMagic {
 		return nil, corrupt(key, "it is cut off, or no working set")
 	}
-	if v := binary.LittleEndian.Uint32(b[8:]); v != formatVersion {
-		return nil, unknownVersion(key, v)
+	if v := binary.LittleEndian.Uint32(b[8:]); v != worksetVersion {
+		return nil, unknownVersion(key, v, worksetVersion)
 	}
 	body, sum := b[:len(b)-sha256.Size], b[len(b)-sha256.Size:]
 	if got := sha256.Sum256(body); !bytes.Equal(got[:], sum) {
