@@ -52,6 +52,8 @@ var Allowed = map[string][]string{
 	"internal/blob":          {},
 	"internal/blob/disk":     {"internal/atomicfile", "internal/blob"},
 	"internal/blob/blobtest": {"internal/blob"},
+	"internal/blob/s3":       {"internal/blob"},
+	"internal/blob/wrap":     {"internal/blob"},
 
 	// in the guest
 	"internal/guest":    {"api/filesystem", "api/filesystem/filesystemconnect", "api/process", "api/process/processconnect", "internal/guestapi"},
@@ -64,11 +66,14 @@ var Allowed = map[string][]string{
 	"internal/archtest":   {},
 
 	// tests and the demo
-	"internal/vnet/vnettest":       {"internal/vnet"},
-	"internal/server/servertest":   {"api", "internal/guest", "internal/guestapi", "internal/sandbox", "internal/server"},
-	"internal/sandbox/sandboxtest": {"internal/catalog", "internal/catalog/catalogtest", "internal/guestapi", "internal/sandbox", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm"},
-	"internal/catalog/catalogtest": {"internal/catalog"},
-	"demo":                         {"api", "client", "internal/bench"},
-	"test/hibtest":                 {"api", "internal/bench", "internal/shim"},
-	"test/recordfs":                {},
+	"internal/blob/s3/faultproxy":      {},
+	"internal/blob/s3/s3test":          {"internal/blob/s3"},
+	"internal/blob/s3/s3test/s3server": {"internal/blob/s3/s3test"},
+	"internal/vnet/vnettest":           {"internal/vnet"},
+	"internal/server/servertest":       {"api", "internal/guest", "internal/guestapi", "internal/sandbox", "internal/server"},
+	"internal/sandbox/sandboxtest":     {"internal/catalog", "internal/catalog/catalogtest", "internal/guestapi", "internal/sandbox", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm"},
+	"internal/catalog/catalogtest":     {"internal/catalog"},
+	"demo":                             {"api", "client", "internal/bench"},
+	"test/hibtest":                     {"api", "internal/bench", "internal/shim"},
+	"test/recordfs":                    {},
 }
