@@ -6,7 +6,9 @@ import (
 	"io"
 	"maps"
 	"os"
+	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -42,6 +44,26 @@ func size(n int64) string {
 		i++
 	}
 	return fmt.Sprintf("%.1f %ciB", f, "KMGTP"[i])
+}
+
+// sizePattern is a number and a unit, in capitals.
+var sizePattern = regexp.MustCompile(`^([0-9]+(?:\.[0-9]+)?)(?:([KMGT])I?)?B?$`)
+
+// parseSize reads a number of bytes as people write it: 512M, 1.5GiB, 4096.
+// The units are powers of 1024.
+func parseSize(s string) (int64, error) {
+	m := sizePattern.FindStringSubmatch(strings.ToUpper(s))
+	if m == nil {
+		return 0, fmt.Errorf("%q is no size: take a number and K, M, G or T", s)
+	}
+	n, err := strconv.ParseFloat(m[1], 64)
+	if m[2] != "" {
+		n *= float64(int64(1) << (10 * (1 + strings.Index("KMGT", m[2]))))
+	}
+	if err != nil || n >= 1<<60 {
+		return 0, fmt.Errorf("%q is too large a size", s)
+	}
+	return int64(n), nil
 }
 
 // age prints how long ago t was.

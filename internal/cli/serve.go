@@ -13,9 +13,10 @@ import (
 )
 
 type serveOptions struct {
-	config    daemon.Config
-	logFormat string
-	logLevel  string
+	config      daemon.Config
+	guestMemory string
+	logFormat   string
+	logLevel    string
 }
 
 func newServeCommand(a *app) *cobra.Command {
@@ -36,6 +37,8 @@ The API key is made at the first start and kept in the data folder.`,
 	f.StringVar(&o.config.Accel, "accel", "", "accelerator: kvm or tcg (default: what the host has)")
 	f.StringVar(&o.config.CPUModel, "cpu-model", "", "named CPU model of the guests (default: one that suits the accelerator)")
 	f.StringVar(&o.config.Cache, "cache", "", "`FOLDER` for what template builds download (default: one in the data folder)")
+	f.StringVar(&o.guestMemory, "guest-memory", "", "`SIZE` of the memory for guests that run, such as 12G, or none for no limit (default: the host's without 1 GiB or a tenth)")
+	f.IntVar(&o.config.DiskReserve, "disk-reserve", 25, "`PERCENT` of the memory of guests that run; so much of the disk stays free for their hibernations")
 	f.StringVar(&o.logFormat, "log-format", daemon.LogText, "text or json")
 	f.StringVar(&o.logLevel, "log-level", "info", "debug, info, warn or error")
 	return cmd
@@ -51,6 +54,9 @@ func runServe(ctx context.Context, a *app, o serveOptions) error {
 		return usageError{err}
 	}
 	c := o.config
+	if c.GuestMemory, err = guestMemory(o.guestMemory); err != nil {
+		return err
+	}
 	c.Log, c.Version = log, a.Version
 	if c.Data, err = a.data(); err != nil {
 		return err
@@ -60,6 +66,21 @@ func runServe(ctx context.Context, a *app, o serveOptions) error {
 		return fmt.Errorf("find this program: %w", err)
 	}
 	return daemon.Run(ctx, c, func(s daemon.Started) { a.announce(s) })
+}
+
+// guestMemory reads the flag of that name.
+func guestMemory(flag string) (int64, error) {
+	switch flag {
+	case "":
+		return 0, nil
+	case "none":
+		return daemon.NoLimit, nil
+	}
+	n, err := parseSize(flag)
+	if err != nil || n == 0 {
+		return 0, usagef("--guest-memory %q: it must be a size such as 12G or 512M, or none", flag)
+	}
+	return n, nil
 }
 
 // startedJSON is the JSON of hib serve.

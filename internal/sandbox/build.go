@@ -52,7 +52,7 @@ func (c *Core) BuildTemplate(ctx context.Context, o BuildOptions, progress func(
 	if err != nil {
 		return Template{}, err
 	}
-	if err := c.checkRoom(); err != nil {
+	if err := c.checkRoom("template " + o.Name); err != nil {
 		return Template{}, err
 	}
 	c.mu.Lock()
@@ -291,7 +291,12 @@ func (c *Core) bootBase(ctx context.Context, name string, version int, shape vmm
 	if err != nil {
 		return baseRecord{}, err
 	}
-	vm, err := c.cfg.Launcher.Launch(ctx, LaunchSpec{VM: machineName("base"), Console: c.cfg.Console("base-" + name)})
+	machine := machineName("base")
+	if err := c.admit(machine, fmt.Sprintf("the base machine of template %s, shape %s", name, shape), shape); err != nil {
+		return baseRecord{}, err
+	}
+	defer c.admission.release(machine)
+	vm, err := c.cfg.Launcher.Launch(ctx, LaunchSpec{VM: machine, Console: c.cfg.Console("base-" + name)})
 	if err != nil {
 		return baseRecord{}, fmt.Errorf("start a machine: %w", err)
 	}

@@ -58,9 +58,6 @@ func (c *Core) Create(ctx context.Context, o CreateOptions) (Sandbox, error) {
 	if err := c.checkOptions(o); err != nil {
 		return Sandbox{}, err
 	}
-	if err := c.checkRoom(); err != nil {
-		return Sandbox{}, err
-	}
 	v, unpin, err := c.pinTemplate(o.Template)
 	if err != nil {
 		return Sandbox{}, err
@@ -123,7 +120,10 @@ func (c *Core) create(ctx context.Context, rec record, boot bool) (Sandbox, erro
 // establish records a sandbox and starts it, or takes it back.
 func (c *Core) establish(ctx context.Context, e *entry, boot bool) error {
 	begun := time.Now()
-	err := c.recordNew(ctx, e)
+	err := c.admit(e.id, "a new sandbox", e.rec.Shape)
+	if err == nil {
+		err = c.recordNew(ctx, e)
+	}
 	if err == nil {
 		points := startPoints{fpCreateRecorded, fpCreateLaunched, fpCreateHandle, fpCreatePrepared, fpCreateRunning}
 		err = c.start(ctx, e, points, begun, boot)
@@ -240,21 +240,4 @@ func clip(s string) string {
 		return s[:80] + "…"
 	}
 	return s
-}
-
-// checkRoom refuses new work while the disk is nearly full, so that what is
-// there has room to hibernate.
-func (c *Core) checkRoom() error {
-	if c.cfg.FreeBytes == nil {
-		return nil
-	}
-	free, err := c.cfg.FreeBytes()
-	if err != nil {
-		return unavailable(err, "look at the free space of the data folder")
-	}
-	if free < c.cfg.Reserve {
-		return &Error{Kind: ErrNoSpace, Message: fmt.Sprintf("the disk of the data folder has %d MiB left, new sandboxes need %d", free>>20, c.cfg.Reserve>>20),
-			Hint: "free space, or delete sandboxes"}
-	}
-	return nil
 }

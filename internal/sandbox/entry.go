@@ -229,6 +229,7 @@ func (c *Core) finish(e *entry, op *operation) {
 		c.restDone.Add(1)
 	}
 	e.mu.Unlock()
+	c.settleClaim(e)
 	<-e.turn
 	if retry {
 		go c.retry(e)

@@ -69,6 +69,9 @@ func (c *Core) resume(ctx context.Context, e *entry) error {
 	if err := c.release(ctx, e); err != nil {
 		return err
 	}
+	if err := c.admit(e.id, "sandbox "+e.id, e.rec.Shape); err != nil {
+		return err
+	}
 	begun := time.Now()
 	err := c.change(ctx, e, func(r *record) {
 		r.State = StateResuming

@@ -46,13 +46,15 @@ type Config struct {
 	Builder      Builder
 	TemplatesDir string // templates are kept in TemplatesDir/NAME/vN
 
-	Build       template.Options                 // CacheDir and GuestBinary of template builds
-	Console     func(name string) string         // path of the console log of a sandbox or base machine; nil: none is kept
-	FreeBytes   func() (int64, error)            // free space where snapshots are kept; nil: not watched
-	Reserve     int64                            // creation is refused with less free space, default 256 MiB
-	CheckEgress func(allow, deny []string) error // checks egress rules; nil: any will do
-	Events      Events                           // called at what happens
-	Log         *slog.Logger                     // nil: silent
+	Build          template.Options                 // CacheDir and GuestBinary of template builds
+	Console        func(name string) string         // path of the console log of a sandbox or base machine; nil: none is kept
+	FreeBytes      func() (int64, error)            // free space where snapshots are kept; nil: not watched
+	GuestMemory    int64                            // bytes that may be promised to guests that run, 0: any
+	Reserve        int64                            // free space that is always kept, default 256 MiB
+	HibernateShare int                              // percent of the RAM of the guests that run; so much free space is kept, too, for their hibernations
+	CheckEgress    func(allow, deny []string) error // checks egress rules; nil: any will do
+	Events         Events                           // called at what happens
+	Log            *slog.Logger                     // nil: silent
 
 	CaptureTimeout time.Duration // until a hibernation is sealed, default 1 min; base snapshots get five times as much
 	StartTimeout   time.Duration // of a resume or a boot, default 3 min
@@ -93,6 +95,7 @@ type Core struct {
 	cfg       Config
 	log       *slog.Logger
 	mint      mint
+	admission admission
 	trash     trash
 	storeTurn sync.Mutex    // held while snapshots are deleted
 	closing   chan struct{} // closed by Close
@@ -123,6 +126,7 @@ func New(ctx context.Context, cfg Config) (*Core, error) {
 		pins: map[pin]int{}, boots: map[string]*flight{}, ops: map[*operation]struct{}{},
 	}
 	c.mint.init()
+	c.admission.claims = map[string]int64{}
 	c.trash.kick = make(chan struct{}, 1)
 	if err := c.checkHost(ctx); err != nil {
 		return nil, err
@@ -265,7 +269,7 @@ func (c *Core) awake(ctx context.Context, e *entry) (VM, error) {
 		}
 		e.interrupt(errRequest)
 		if err := c.run(ctx, e, opStart, func(ctx context.Context, op *operation) error { return c.wake(ctx, e, op) }); err != nil {
-			return nil, err
+			return nil, refusedWake(err)
 		}
 	}
 }

@@ -1,0 +1,105 @@
+package daemon
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// hostReserve returns how many bytes of so much memory are not for guests:
+// the daemon, the page cache of snapshots and whatever else runs need them.
+func hostReserve(memory int64) int64 { return max(1<<30, memory/10) }
+
+// guestMemory returns how many bytes may be promised to guests where nobody
+// says: the memory of the host, or of this process's cgroup if that is less,
+// without hostReserve.
+func guestMemory() (int64, error) {
+	var info unix.Sysinfo_t
+	if err := unix.Sysinfo(&info); err != nil {
+		return 0, fmt.Errorf("find out the host's memory: %w; set hib serve --guest-memory", err)
+	}
+	memory := int64(info.Totalram) * int64(info.Unit)
+	limit, err := cgroupMemory("/")
+	if err != nil {
+		return 0, fmt.Errorf("find out the memory limit of this cgroup: %w; set hib serve --guest-memory", err)
+	}
+	if limit > 0 {
+		memory = min(memory, limit)
+	}
+	// What is left on a host that small is for whoever wants to try.
+	return max(memory-hostReserve(memory), memory/4), nil
+}
+
+// cgroupMemory returns the lowest memory limit of the cgroups that this
+// process is in, in bytes, 0 if there is none. root is where /proc and /sys are.
+func cgroupMemory(root string) (int64, error) {
+	f, err := os.Open(filepath.Join(root, "proc/self/cgroup"))
+	if errors.Is(err, fs.ErrNotExist) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, err
+	}
+	defer f.Close()
+	var lowest int64
+	lines := bufio.NewScanner(f)
+	for lines.Scan() {
+		// hierarchy:controllers:path, where version 2 has no controllers
+		fields := strings.SplitN(lines.Text(), ":", 3)
+		if len(fields) != 3 {
+			continue
+		}
+		mount, file := filepath.Join(root, "sys/fs/cgroup"), "memory.max"
+		switch fields[1] {
+		case "":
+		case "memory":
+			mount, file = filepath.Join(mount, "memory"), "memory.limit_in_bytes"
+		default:
+			continue
+		}
+		// In a container the path may be the host's, with nothing of it mounted but
+		// the container's own cgroup, at the top.
+		for dir := path.Clean("/" + fields[2]); ; dir = path.Dir(dir) {
+			limit, err := readLimit(filepath.Join(mount, dir, file))
+			if err != nil {
+				return 0, err
+			}
+			if limit > 0 && (lowest == 0 || limit < lowest) {
+				lowest = limit
+			}
+			if dir == "/" {
+				break
+			}
+		}
+	}
+	return lowest, lines.Err()
+}
+
+// readLimit reads a limit in bytes, 0 if the file says that there is none or
+// is not there. Version 1 writes a number beyond all memory for none.
+func readLimit(name string) (int64, error) {
+	b, err := os.ReadFile(name)
+	if errors.Is(err, fs.ErrNotExist) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, err
+	}
+	text := strings.TrimSpace(string(b))
+	if text == "max" {
+		return 0, nil
+	}
+	n, err := strconv.ParseInt(text, 10, 64)
+	if err != nil {
+		return 0, fmt.Errorf("%s: %w", name, err)
+	}
+	return n, nil
+}
