@@ -126,7 +126,7 @@ func (l launcher) Launch(ctx context.Context, spec sandbox.LaunchSpec) (sandbox.
 	if err != nil {
 		return nil, err
 	}
-	return &machine{c, shim.Attach{Console: spec.Console, Allow: spec.Allow, Deny: spec.Deny}}, nil
+	return c, nil
 }
 
 func (l launcher) Adopt(ctx context.Context, h shim.Handle) (sandbox.VM, error) {
@@ -141,20 +141,4 @@ func (l launcher) Kill(ctx context.Context, h shim.Handle) error { return l.shim
 
 func (l launcher) Orphans(ctx context.Context, known []string) error {
 	return l.shims.Reap(ctx, known)
-}
-
-// machine is a new shim with what its guest gets before its first instruction.
-type machine struct {
-	*shim.Client
-	attach shim.Attach
-}
-
-func (m *machine) Boot(ctx context.Context, req shim.BootRequest) (shim.StartReport, error) {
-	req.Attach = m.attach
-	return m.Client.Boot(ctx, req)
-}
-
-func (m *machine) Resume(ctx context.Context, req shim.ResumeRequest) (shim.StartReport, error) {
-	req.Attach = m.attach
-	return m.Client.Resume(ctx, req)
 }

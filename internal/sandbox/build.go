@@ -296,11 +296,11 @@ func (c *Core) bootBase(ctx context.Context, name string, version int, shape vmm
 		return baseRecord{}, err
 	}
 	defer c.admission.release(machine)
-	vm, err := c.cfg.Launcher.Launch(ctx, LaunchSpec{VM: machine, Console: c.cfg.Console("base-" + name)})
+	vm, err := c.cfg.Launcher.Launch(ctx, LaunchSpec{VM: machine})
 	if err != nil {
 		return baseRecord{}, fmt.Errorf("start a machine: %w", err)
 	}
-	report, err := c.captureBase(ctx, vm, shape, art, key, id)
+	report, err := c.captureBase(ctx, vm, shim.Attach{Console: c.cfg.Console("base-" + name)}, shape, art, key, id)
 	short, cancel := c.short(ctx)
 	defer cancel()
 	if endErr := c.endMachine(short, vm); endErr != nil && err == nil {
@@ -315,7 +315,7 @@ func (c *Core) bootBase(ctx context.Context, name string, version int, shape vmm
 	return baseRecord{Shape: shape, Snapshot: &report.Snapshot, Metadata: &meta}, nil
 }
 
-func (c *Core) captureBase(ctx context.Context, vm VM, shape vmm.Shape, art template.Artifacts, key vmm.Key, id snapshot.ID) (shim.CaptureReport, error) {
+func (c *Core) captureBase(ctx context.Context, vm VM, attach shim.Attach, shape vmm.Shape, art template.Artifacts, key vmm.Key, id snapshot.ID) (shim.CaptureReport, error) {
 	deadline := baseCaptureFactor * c.cfg.CaptureTimeout
 	ctx, cancel := context.WithTimeout(ctx, c.cfg.StartTimeout+deadline+captureGrace)
 	defer cancel()
@@ -327,7 +327,7 @@ func (c *Core) captureBase(ctx context.Context, vm VM, shape vmm.Shape, art temp
 		return shim.CaptureReport{}, err
 	}
 	init := guestapi.InitRequest{Reason: guestapi.ReasonBoot, Generation: baseGeneration, Identity: ident}
-	if _, err := vm.Boot(ctx, shim.BootRequest{Init: init}); err != nil {
+	if _, err := vm.Boot(ctx, shim.BootRequest{Attach: attach, Init: init}); err != nil {
 		return shim.CaptureReport{}, fmt.Errorf("boot: %w", err)
 	}
 	if err := failpoint.Hit(ctx, fpBaseBooted); err != nil {

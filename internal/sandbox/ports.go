@@ -19,13 +19,10 @@ type Catalog interface {
 	List(ctx context.Context, kind string) ([]catalog.Record, error)
 }
 
-// LaunchSpec describes a shim to be started.
+// LaunchSpec describes a shim to be started. Whose machine it will hold is
+// decided later, when that machine runs.
 type LaunchSpec struct {
-	VM      string   // the machine's name, unique for ever: at most 32 of [a-z0-9-]
-	Sandbox string   // whose machine it is, "" for a base machine
-	Console string   // file that the console output is appended to, "" for none
-	Allow   []string // egress rules
-	Deny    []string
+	VM string // the machine's name, unique for ever: at most 32 of [a-z0-9-]
 }
 
 // Launcher starts shims and finds them again.

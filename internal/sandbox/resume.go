@@ -166,9 +166,7 @@ func (c *Core) startGuest(ctx context.Context, e *entry, points startPoints, art
 // from. The handle is recorded before the VMM starts; from there on the shim
 // may outlive the daemon.
 func (c *Core) acquire(ctx context.Context, e *entry, points startPoints, art template.Artifacts, boot bool) (VM, error) {
-	vm, err := c.cfg.Launcher.Launch(ctx, LaunchSpec{
-		VM: machineName(e.id), Sandbox: e.id, Console: c.cfg.Console(e.id), Allow: e.rec.Allow, Deny: e.rec.Deny,
-	})
+	vm, err := c.cfg.Launcher.Launch(ctx, LaunchSpec{VM: machineName(e.id)})
 	if err != nil {
 		return nil, fmt.Errorf("start a machine: %w", err)
 	}
@@ -212,7 +210,7 @@ func (c *Core) runGuest(ctx context.Context, e *entry, vm VM, art template.Artif
 	}
 	if boot {
 		req.Reason = guestapi.ReasonBoot
-		rep, err := vm.Boot(ctx, shim.BootRequest{Init: req})
+		rep, err := vm.Boot(ctx, shim.BootRequest{Attach: c.attachment(&e.rec), Init: req})
 		if err != nil {
 			return rep, fmt.Errorf("boot: %w", err)
 		}
@@ -223,11 +221,16 @@ func (c *Core) runGuest(ctx context.Context, e *entry, vm VM, art template.Artif
 		return shim.StartReport{}, err
 	}
 	req.Snapshot = string(e.rec.Snapshot.ID)
-	rep, err := vm.Resume(ctx, shim.ResumeRequest{Snapshot: *e.rec.Snapshot, Key: key, Init: req})
+	rep, err := vm.Resume(ctx, shim.ResumeRequest{Attach: c.attachment(&e.rec), Snapshot: *e.rec.Snapshot, Key: key, Init: req})
 	if err != nil {
 		return rep, fmt.Errorf("resume snapshot %s: %w", e.rec.Snapshot.ID, err)
 	}
 	return rep, nil
+}
+
+// attachment returns what a machine gets when it becomes the sandbox's.
+func (c *Core) attachment(r *record) shim.Attach {
+	return shim.Attach{Console: c.cfg.Console(r.ID), Allow: r.Allow, Deny: r.Deny}
 }
 
 // key returns the compatibility key of a machine of a template.

@@ -28,6 +28,7 @@ const (
 var Failpoints = []string{
 	failFrozen, failPaused, failState, failScanned, failWritten, failSealed,
 	failBound, failLoaded, failUnpaused, failInit,
+	failParked, failUnparked,
 }
 
 const defaultDeadline = 2 * time.Minute

@@ -98,6 +98,18 @@ func (c *Client) Thaw(ctx context.Context, req ThawRequest) error {
 	return c.call(ctx, http.MethodPost, "thaw", req, &struct{}{})
 }
 
+// Park keeps a sealed machine as a cache.
+func (c *Client) Park(ctx context.Context, req ParkRequest) (ParkReport, error) {
+	var r ParkReport
+	return r, c.call(ctx, http.MethodPost, "park", req, &r)
+}
+
+// Unpark lets a parked machine go on.
+func (c *Client) Unpark(ctx context.Context, req UnparkRequest) (StartReport, error) {
+	var r StartReport
+	return r, c.call(ctx, http.MethodPost, "unpark", req, &r)
+}
+
 // Dial opens a byte stream to a TCP port of the guest: ErrRefused (wrapped) if
 // the guest cannot be reached there.
 func (c *Client) Dial(ctx context.Context, port int) (net.Conn, error) {

@@ -72,6 +72,9 @@ func (c *console) attach(path string) error {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if c.file != nil { // of the run before
+		_ = c.file.Close()
+	}
 	c.path, c.file, c.size = path, f, info.Size()
 	c.write(c.held)
 	c.held = nil

@@ -63,7 +63,8 @@ type host struct {
 	slot   *pager.Slot
 	shape  vmm.Shape
 	cold   bool               // prepared to boot
-	parent *snapshot.Snapshot // that the machine was resumed from; nil after a cold boot
+	bound  *snapshot.Snapshot // that the pager reads; nil after a cold boot
+	parent *snapshot.Snapshot // that the guest goes on from; nil until a cold boot was parked
 	token  string             // present control token of the agent
 	advice string             // what is wrong with the snapshot's working set
 
@@ -83,6 +84,7 @@ type host struct {
 	changed chan struct{} // closed and replaced at each change
 	exited  chan struct{} // closed when the machine has ended and the status shows it
 	ended   chan struct{} // closed when the shim shall end: no order begins from then on
+	cut     chan struct{} // closed and replaced when the streams into the guest shall end
 
 	streams sync.WaitGroup // into the guest
 }
@@ -93,7 +95,7 @@ func newHost(cfg Config, driver vmm.Driver, log *slog.Logger, limits limits) (*h
 	h := &host{
 		cfg: cfg, driver: driver, log: log, limits: limits,
 		order: make(chan struct{}, 1), console: &console{}, phase: PhaseIdle,
-		changed: make(chan struct{}), exited: make(chan struct{}), ended: make(chan struct{}),
+		changed: make(chan struct{}), exited: make(chan struct{}), ended: make(chan struct{}), cut: make(chan struct{}),
 	}
 	h.order <- struct{}{}
 	h.agent = guestapi.NewClient(func(ctx context.Context) (net.Conn, error) {
@@ -285,6 +287,8 @@ func (h *host) dialGuest(ctx context.Context, port uint16, control bool) (net.Co
 		err = errorf(CodeInvalid, "there is no machine yet")
 	case h.phase == PhaseStopped:
 		err = h.whyStopped()
+	case h.phase == PhaseParked:
+		err = errorf(CodeInvalid, "the machine is parked")
 	}
 	h.mu.Unlock()
 	if err != nil {
@@ -311,8 +315,9 @@ func (h *host) close(cancelOrders func()) error {
 	h.endMachine()       // that a prepare had under way
 	h.agent.Close()
 	h.workset.close()
-	if h.parent != nil {
-		_ = h.parent.Close()
+	h.adoptParent(nil)
+	if h.bound != nil {
+		_ = h.bound.Close()
 	}
 	_ = h.console.Close()
 	return err

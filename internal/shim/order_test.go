@@ -160,7 +160,7 @@ func TestOrdersAfterTheEnd(t *testing.T) {
 		wantCode(t, err, CodeStopped, "ending")
 	}
 	wantCode(t, h.adopt(), CodeStopped, "ending")
-	if h.trackStream() {
+	if h.trackStream() != nil {
 		t.Error("a stream begins after the end")
 	}
 }

@@ -12,13 +12,13 @@
 //
 // A shim lives through these phases:
 //
-//	idle → prepared → running → (capturing → sealed) → gone
+//	idle → prepared → running → (capturing → sealed → parked → running) → gone
 //
-// A Boot or a Resume that fails once it has begun ends the machine: its guest
+// A Boot, a Resume or an Unpark that fails once it has begun ends the machine: its guest
 // must not run on without its init, and its VMM cannot be used again.
 //
-// Until Adopt, a shim ends when its lifeline (standard input, held by the
-// daemon) is closed; after Adopt it outlives the daemon. Cancelling a Capture
+// Until Adopt, or a Resume that says so, a shim ends when its lifeline (standard
+// input, held by the daemon) is closed; from then on it outlives the daemon. Cancelling a Capture
 // request (also by the daemon's death) thaws the guest unless it was sealed.
 package shim
 
@@ -68,7 +68,7 @@ type Status struct {
 	Phase    Phase          `json:"phase"`
 	Adopted  bool           `json:"adopted"`
 	VMMPID   int            `json:"vmm_pid"`            // 0 without a VMM
-	Attempt  uint64         `json:"attempt"`            // of the capture under way or sealed
+	Attempt  uint64         `json:"attempt"`            // of the capture under way, sealed or parked
 	Captured *CaptureReport `json:"captured,omitempty"` // in PhaseSealed
 	Exit     *vmm.Exit      `json:"exit,omitempty"`     // in PhaseStopped
 	Failure  string         `json:"failure,omitempty"`  // in PhaseStopped: why memory could not be served, if that was it
@@ -100,8 +100,9 @@ type BootRequest struct {
 type ResumeRequest struct {
 	Attach   Attach               `json:"attach"`
 	Snapshot snapshot.Ref         `json:"snapshot"`
-	Key      vmm.Key              `json:"key"`  // of this machine; compared with the snapshot's
-	Init     guestapi.InitRequest `json:"init"` // UnixNano, Entropy, SleptSeconds are filled in by the shim
+	Key      vmm.Key              `json:"key"`             // of this machine; compared with the snapshot's
+	Init     guestapi.InitRequest `json:"init"`            // UnixNano, Entropy, SleptSeconds are filled in by the shim
+	Adopt    bool                 `json:"adopt,omitempty"` // also outlive the daemon from now on
 
 	NoPrefetch bool          `json:"no_prefetch,omitempty"` // leave all pages to faults
 	StoreDelay time.Duration `json:"store_delay,omitempty"` // nanoseconds, added to each request to the remote store: for measuring

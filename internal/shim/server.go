@@ -164,6 +164,8 @@ func (h *host) handler() http.Handler {
 	mux.HandleFunc("POST /v1/thaw", order(func(ctx context.Context, r ThawRequest) (struct{}, error) {
 		return struct{}{}, h.thaw(ctx, r)
 	}))
+	mux.HandleFunc("POST /v1/park", order(h.park))
+	mux.HandleFunc("POST /v1/unpark", order(h.unpark))
 	mux.HandleFunc("POST /v1/release", order(func(ctx context.Context, _ struct{}) (struct{}, error) {
 		h.workset.learn(ctx) // a short life teaches, too
 		h.end()
@@ -237,7 +239,8 @@ func (h *host) serveConnect(w http.ResponseWriter, r *http.Request) {
 		writeError(w, errorf(CodeInvalid, "CONNECT %q: want guest:PORT", r.Host))
 		return
 	}
-	if !h.trackStream() {
+	cut := h.trackStream()
+	if cut == nil {
 		writeError(w, errEnding)
 		return
 	}
@@ -259,10 +262,12 @@ func (h *host) serveConnect(w http.ResponseWriter, r *http.Request) {
 	go func() { // the request's context would end with the caller's half
 		select {
 		case <-h.ended:
-			_ = guest.Close()
-			_ = conn.Close()
+		case <-cut:
 		case <-spliced:
+			return
 		}
+		_ = guest.Close()
+		_ = conn.Close()
 	}()
 	if _, err := io.WriteString(conn, "HTTP/1.1 200 OK\r\n\r\n"); err != nil {
 		return
@@ -270,16 +275,17 @@ func (h *host) serveConnect(w http.ResponseWriter, r *http.Request) {
 	splice(guest, &bufferedConn{Conn: conn, r: buffered})
 }
 
-// trackStream counts a stream that the shim waits for at its end, unless it is
-// ending already. The caller calls streams.Done.
-func (h *host) trackStream() bool {
+// trackStream counts a stream that the shim waits for at its end and returns
+// what is closed when the stream is to end; nil if the shim is ending already.
+// The caller calls streams.Done.
+func (h *host) trackStream() (cut <-chan struct{}) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.hasEnded() {
-		return false
+		return nil
 	}
 	h.streams.Add(1)
-	return true
+	return h.cut
 }
 
 // dialError says why a port of the guest could not be reached: because of the

@@ -112,6 +112,11 @@ func (h *host) resume(ctx context.Context, req ResumeRequest) (StartReport, erro
 	if h.cold {
 		return StartReport{}, errorf(CodeInvalid, "the machine was prepared to boot, not for a snapshot")
 	}
+	if req.Adopt {
+		if err := h.adopt(); err != nil {
+			return StartReport{}, err
+		}
+	}
 	if err := h.attach(req.Attach); err != nil {
 		return StartReport{}, err
 	}
@@ -173,7 +178,7 @@ func (h *host) bind(ctx context.Context, req ResumeRequest) ([]byte, error) {
 		_ = snap.Close()
 		return nil, err
 	}
-	h.parent, h.token = snap, meta.ControlToken
+	h.bound, h.parent, h.token = snap, snap, meta.ControlToken
 	h.advice = h.workset.start(h.repo, snap, h.slot, h.machine)
 	return state, nil
 }
@@ -191,15 +196,18 @@ func (h *host) welcome(ctx context.Context, init guestapi.InitRequest, watch *st
 	for step, ms := range resp.Steps {
 		watch.phases["guest_init."+step] = ms
 	}
-	stats := h.slot.Stats()
-	report := StartReport{
-		Phases: watch.phases, BytesRead: stats.BytesRead, Faults: stats.Reads,
-		PrefetchedBytes: h.workset.prefetched.Load(), Warnings: resp.Warnings,
-	}
+	report := h.counters()
+	report.Phases, report.Warnings = watch.phases, resp.Warnings
 	if h.advice != "" {
 		report.Warnings = append(report.Warnings, h.advice)
 	}
 	return report, nil
+}
+
+// counters returns what a report counts, as it is now.
+func (h *host) counters() StartReport {
+	stats := h.slot.Stats()
+	return StartReport{BytesRead: stats.BytesRead, Faults: stats.Reads, PrefetchedBytes: h.workset.prefetched.Load()}
 }
 
 // initGuest calls the agent's init until it is there to answer. The clock that

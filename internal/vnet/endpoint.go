@@ -18,7 +18,7 @@ func (l *link) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Error) {
 	up := l.conn != nil
 	l.mu.Unlock()
 	slice := pkts.AsSlice()
-	if !up {
+	if !up || l.muted.Load() {
 		return len(slice), nil
 	}
 	for _, pkt := range slice {

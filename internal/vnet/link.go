@@ -11,6 +11,7 @@ import (
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"gvisor.dev/gvisor/pkg/buffer"
@@ -43,6 +44,7 @@ type link struct {
 	log        *slog.Logger
 	dispatcher stack.NetworkDispatcher // set before the first stream
 	out        chan *stack.PacketBuffer
+	muted      atomic.Bool // packets for the card are dropped
 
 	mu     sync.Mutex
 	conn   net.Conn      // of the current stream

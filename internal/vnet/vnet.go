@@ -157,6 +157,20 @@ func (n *Network) SetPolicy(p Policy) { n.flows.setPolicy(p) }
 // New flows may follow at once.
 func (n *Network) Reset() { n.flows.reset() }
 
+// Suspend closes every flow as Reset does, and drops what is for the guest from
+// now on: it stands still, and would get stale packets later. Continue ends that.
+func (n *Network) Suspend() {
+	n.link.muted.Store(true)
+	n.flows.reset()
+	n.link.drain()
+}
+
+// Continue ends a Suspend. Flows that were begun meanwhile are closed.
+func (n *Network) Continue() {
+	n.flows.reset()
+	n.link.muted.Store(false)
+}
+
 // Close ends the network: it closes the listeners, the link and every flow, and
 // returns when no goroutine of it is left. It may be called again.
 func (n *Network) Close() error {

@@ -21,7 +21,7 @@ type machine struct {
 	w       *World
 	daemon  *Daemon // its lifeline, until it is adopted
 	handle  shim.Handle
-	sandbox string
+	sandbox string // whose it is, once it was adopted
 	dead    chan struct{}
 	conns   []net.Conn
 
@@ -109,7 +109,7 @@ func (l launcher) Launch(ctx context.Context, spec sandbox.LaunchSpec) (sandbox.
 	err := l.d.step(ctx, "launch", spec.VM, func() error {
 		w := l.d.w
 		w.pid++
-		m = &machine{w: w, daemon: l.d, sandbox: spec.Sandbox, dead: make(chan struct{}), phase: shim.PhaseIdle, refused: map[uint64]bool{},
+		m = &machine{w: w, daemon: l.d, dead: make(chan struct{}), phase: shim.PhaseIdle, refused: map[uint64]bool{},
 			handle: shim.Handle{VM: spec.VM, Socket: "/" + spec.VM, PID: w.pid, StartTime: uint64(w.pid), BootID: w.bootID, Protocol: shim.ProtocolVersion}}
 		if w.machines[spec.VM] != nil {
 			w.violate("two machines are named %s", spec.VM)
@@ -216,7 +216,7 @@ func (v *vm) Adopt(ctx context.Context) error {
 		if v.m.gone() {
 			return shim.ErrGone
 		}
-		v.m.adopted = true
+		v.m.adopt()
 		return nil
 	})
 }
@@ -226,20 +226,23 @@ func (v *vm) Prepare(ctx context.Context, req shim.PrepareRequest) error {
 		if err := v.m.check("prepare", shim.PhaseIdle); err != nil {
 			return err
 		}
-		if v.m.sandbox != "" {
-			v.m.w.checkHandle(v.m)
-		}
 		v.m.enter(shim.PhasePrepared)
 		return nil
 	})
 }
 
-// checkHandle checks that a machine is in the catalog before its VMM starts.
-func (w *World) checkHandle(m *machine) {
-	rec, err := w.Catalog.Get(context.Background(), "sandbox", m.sandbox)
-	if err != nil || !strings.Contains(string(rec.Value), `"vm":"`+m.handle.VM+`"`) {
-		w.violate("machine %s starts a VMM without being in the catalog (%v)", m.handle.VM, err)
+// adopt makes the machine outlive its daemon. It must be in the catalog by
+// then, which tells whose it is.
+func (m *machine) adopt() {
+	m.adopted = true
+	list, err := m.w.truth().List(context.Background(), "sandbox")
+	for _, rec := range list {
+		if strings.Contains(string(rec.Value), `"vm":"`+m.handle.VM+`"`) {
+			m.sandbox = rec.Key
+			return
+		}
 	}
+	m.w.violate("machine %s was adopted without being in the catalog (%v)", m.handle.VM, err)
 }
 
 func (v *vm) Boot(ctx context.Context, req shim.BootRequest) (rep shim.StartReport, err error) {

@@ -49,6 +49,7 @@ type Step struct {
 type World struct {
 	Dir     string // of templates and console logs
 	Catalog catalogtest.Memory
+	Truth   sandbox.Catalog // what the core writes to; nil: Catalog
 
 	mu          sync.Mutex
 	machines    map[string]*machine // alive, by name
@@ -174,9 +175,17 @@ func (w *World) Reboot() {
 	w.bootID += "+"
 }
 
+// truth returns the catalog that tells what is recorded.
+func (w *World) truth() sandbox.Catalog {
+	if w.Truth != nil {
+		return w.Truth
+	}
+	return &w.Catalog
+}
+
 // recorded returns what the catalog says of a sandbox now.
 func (w *World) recorded(id string) (state sandbox.State, snap, pending snapshot.ID) {
-	rec, err := w.Catalog.Get(context.Background(), "sandbox", id)
+	rec, err := w.truth().Get(context.Background(), "sandbox", id)
 	if err != nil {
 		return sandbox.StateGone, "", ""
 	}
