@@ -19,6 +19,7 @@ import (
 // is read from the file. Methods may be called at the same time.
 type Reader struct {
 	file    io.ReaderAt
+	remote  bool // each read of file costs a request
 	summary Summary
 	index   []byte // verified; entries are decoded as they are needed
 	cache   *Cache
@@ -30,8 +31,10 @@ type Reader struct {
 // Open opens the pack in file, which is size bytes long, and verifies its index,
 // but reads no pages. If want is not nil, the pack must be that one; this saves a
 // read, so that Open makes only one. Decoded frames are kept in cache, which other
-// Readers may share. The Reader does not close file. Errors wrap ErrCorrupt if the
-// bytes are wrong, ErrVersion if this release does not read such packs.
+// Readers may share; if it is nil, the last one is kept. A file whose method
+// Remote() bool says so is taken for one of which each read costs a request: then
+// all frames that were read are kept. The Reader does not close file. Errors wrap
+// ErrCorrupt if the bytes are wrong, ErrVersion if this release does not read such packs.
 func Open(file io.ReaderAt, size int64, want *Summary, cache *Cache) (*Reader, error) {
 	var pages int64
 	if want != nil {
@@ -59,6 +62,12 @@ func Open(file io.ReaderAt, size int64, want *Summary, cache *Cache) (*Reader, e
 		summary: Summary{Size: size, Pages: pages, Sum: sumOf(pages, index)},
 		index:   index,
 		cache:   cache,
+	}
+	if r.cache == nil {
+		r.cache = NewCache(0)
+	}
+	if f, ok := file.(interface{ Remote() bool }); ok {
+		r.remote = f.Remote()
 	}
 	if want != nil && !r.summary.Same(*want) {
 		return nil, corrupt("it is the pack with the sum %v, wanted is %v", r.summary.Sum, want.Sum)
@@ -142,12 +151,16 @@ func (r *Reader) ReadAt(p []byte, off int64) (int, error) {
 }
 
 // Peek is ReadAt without the promise that the bytes are right: it saves the
-// verification where it can. It is for comparing only. A page that is found
-// equal to one held in memory may be taken from the pack later, since that
-// read is verified.
+// verification where it can. Nor does it ask a remote store: of its packs it
+// reads what is in the cache, anything else is an error. It is for comparing only.
+// A page that is found equal to one held in memory may be taken from the pack
+// later, since that read is verified.
 func (r *Reader) Peek(p []byte, off int64) (int, error) {
 	return r.read(p, off, r.peekFrame)
 }
+
+// Remote reports whether each read of the pack's file costs a request.
+func (r *Reader) Remote() bool { return r.remote }
 
 // read cuts a read into parts of one frame each.
 func (r *Reader) read(p []byte, off int64, frame func(p []byte, i int64, from int) error) (int, error) {
@@ -170,31 +183,22 @@ func (r *Reader) read(p []byte, off int64, frame func(p []byte, i int64, from in
 	return n, nil
 }
 
-// readFrame reads a part of frame i that begins at byte from. A whole frame is
-// read straight into p and not kept: who reads so much at a time does not come
-// back for it.
+// readFrame reads a part of frame i that begins at byte from. A whole frame of a
+// local pack is read straight into p and not kept: who reads so much at a time does
+// not come back for it.
 func (r *Reader) readFrame(p []byte, i int64, from int) error {
 	key := frameKey{r, i}
-	if len(p) == r.frameLen(i) {
-		if r.cache != nil {
-			if pages := r.cache.peek(key); pages != nil {
-				copy(p, pages)
-				return nil
-			}
+	if len(p) == r.frameLen(i) && !r.remote {
+		if pages := r.cache.peek(key, true); pages != nil {
+			copy(p, pages)
+			return nil
 		}
 		return r.load(p, i)
 	}
-	load := func() ([]byte, error) {
+	pages, err := r.cache.get(key, func() ([]byte, error) {
 		b := make([]byte, r.frameLen(i))
 		return b, r.load(b, i)
-	}
-	var pages []byte
-	var err error
-	if r.cache != nil {
-		pages, err = r.cache.get(key, load)
-	} else {
-		pages, err = load()
-	}
+	})
 	if err != nil {
 		return err
 	}
@@ -202,10 +206,22 @@ func (r *Reader) readFrame(p []byte, i int64, from int) error {
 	return nil
 }
 
-// peekFrame is readFrame, unverified if the frame is stored raw.
+// errFar says that a frame would have to be fetched.
+var errFar = errors.New("it is in a remote store")
+
+// peekFrame is readFrame, unverified if the frame is stored raw, and of a remote
+// pack only what is in the cache.
 func (r *Reader) peekFrame(p []byte, i int64, from int) error {
 	e := r.entry(i)
-	if e.codec != Raw {
+	switch {
+	case r.remote:
+		pages := r.cache.peek(frameKey{r, i}, false)
+		if pages == nil {
+			return errFar
+		}
+		copy(p, pages[from:])
+		return nil
+	case e.codec != Raw:
 		return r.readFrame(p, i, from)
 	}
 	return readFull(r.file, p, e.offset+int64(from))
@@ -259,50 +275,6 @@ func (r *Reader) unzstd(p, stored []byte) error {
 	}
 	copy(p, out)
 	return nil
-}
-
-// A stretch is frames side by side that are read at once: so many bytes of the file at
-// most, and so many frames.
-const (
-	stretchBytes  = 1 << 20
-	stretchFrames = 64
-)
-
-// stretch returns the end of the longest stretch that begins with frame first.
-func (r *Reader) stretch(first int64) (end int64) {
-	limit := r.entry(first).offset + stretchBytes
-	for end = first + 1; end < min(r.frames(), first+stretchFrames); end++ {
-		if e := r.entry(end); e.offset+int64(e.stored) > limit {
-			break
-		}
-	}
-	return end
-}
-
-// readStretch reads the frames from first to before end at once, and yields
-// the verified pages of each, which are its own, or what is wrong with it.
-func (r *Reader) readStretch(first, end int64, yield func(i int64, pages []byte, err error)) {
-	e, last := r.entry(first), r.entry(end-1)
-	begin := e.offset
-	b := make([]byte, last.offset+int64(last.stored)-begin)
-	n, err := r.file.ReadAt(b, begin)
-	for i := first; i < end; i++ {
-		e := r.entry(i)
-		from, to := e.offset-begin, e.offset-begin+int64(e.stored)
-		if int64(n) < to {
-			if err == nil || err == io.EOF {
-				err = corrupt("it is cut off at %d", begin+int64(n))
-			}
-			yield(i, nil, err)
-			continue
-		}
-		var p []byte
-		if e.codec != Raw {
-			p = make([]byte, r.frameLen(i))
-		}
-		pages, err := r.decode(p, b[from:to:to], e)
-		yield(i, pages, err)
-	}
 }
 
 // Verify reads the whole pack and verifies its header and every frame. It goes on

@@ -20,7 +20,7 @@ func Recode(ctx context.Context, dst io.Writer, src *Reader, codec Codec) (Summa
 	}
 	defer w.Abort()
 	g, ctx := errgroup.WithContext(ctx)
-	frames := make(chan []byte, stretchFrames)
+	frames := make(chan []byte, requestFrames)
 	g.Go(func() error {
 		defer close(frames)
 		return src.stream(ctx, frames)
@@ -48,14 +48,18 @@ func Recode(ctx context.Context, dst io.Writer, src *Reader, codec Codec) (Summa
 
 // stream sends the verified pages of all frames in order.
 func (r *Reader) stream(ctx context.Context, to chan<- []byte) error {
-	for first := int64(0); first < r.frames(); {
-		end := r.stretch(first)
+	frames := make([]int64, r.frames())
+	for i := range frames {
+		frames[i] = int64(i)
+	}
+	for len(frames) > 0 {
+		n, _ := r.Cut(frames, 0)
 		var failed error
-		r.readStretch(first, end, func(i int64, pages []byte, err error) {
+		r.readFrames(frames[:n], func(k int, pages []byte, err error) {
 			switch {
 			case failed != nil:
 			case err != nil:
-				failed = fmt.Errorf("frame %d: %w", i, err)
+				failed = fmt.Errorf("frame %d: %w", frames[k], err)
 			default:
 				select {
 				case to <- pages:
@@ -67,7 +71,7 @@ func (r *Reader) stream(ctx context.Context, to chan<- []byte) error {
 		if failed != nil {
 			return failed
 		}
-		first = end
+		frames = frames[n:]
 	}
 	return nil
 }

@@ -15,8 +15,8 @@ import (
 func TestRecode(t *testing.T) {
 	contents := map[string][]byte{
 		"one page":       pages(1, 1),
-		"many frames":    pages(5*stretchFrames*FramePages+3, 2),
-		"very sparse":    bytes.Repeat([]byte{1}, 3*stretchFrames*FrameBytes),
+		"many frames":    pages(5*requestFrames*FramePages+3, 2),
+		"very sparse":    bytes.Repeat([]byte{1}, 3*requestFrames*FrameBytes),
 		"incompressible": append(pages(2, 3)[page.Size:], pages(2, 4)[page.Size:]...),
 	}
 	for name, content := range contents {
@@ -80,27 +80,6 @@ func TestRecodeFails(t *testing.T) {
 			t.Error("it was taken")
 		}
 	})
-}
-
-// What is read ahead is bounded, whatever the codec.
-func TestStretchesAreBounded(t *testing.T) {
-	for _, codec := range []Codec{Raw, Zstd} {
-		content := bytes.Repeat([]byte{1}, 5*stretchFrames*FrameBytes)
-		file, sum := write(t, codec, content, 16)
-		r, err := Open(bytes.NewReader(file), int64(len(file)), &sum, nil)
-		if err != nil {
-			t.Fatal(err)
-		}
-		for first := int64(0); first < r.frames(); {
-			end := r.stretch(first)
-			last := r.entry(end - 1)
-			stored := last.offset + int64(last.stored) - r.entry(first).offset
-			if end <= first || stored > stretchBytes || end-first > stretchFrames {
-				t.Fatalf("%v: frames %d to %d, %d bytes", codec, first, end, stored)
-			}
-			first = end
-		}
-	}
 }
 
 func BenchmarkRecode(b *testing.B) {

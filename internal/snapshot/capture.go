@@ -191,8 +191,11 @@ func (c *capture) writePack(ctx context.Context, r *Repository) (pack.Summary, e
 	return sum, nil
 }
 
-// chunkBytes is how much is read and compared at a time.
-const chunkBytes = 1 << 20
+// chunkBytes is how much is read and compared at a time, chunkPages the pages in it.
+const (
+	chunkBytes = 1 << 20
+	chunkPages = chunkBytes / page.Size
+)
 
 var zeroPage [page.Size]byte
 
@@ -208,7 +211,7 @@ type scan struct {
 func (s *scan) dirtyPages(ctx context.Context) error {
 	now, before := make([]byte, chunkBytes), make([]byte, chunkBytes)
 	for _, d := range s.dirty {
-		for n := d.First; n < d.End(); n += chunkBytes / page.Size {
+		for n := d.First; n < d.End(); n += chunkPages {
 			if err := ctx.Err(); err != nil {
 				return err
 			}
@@ -302,7 +305,7 @@ func (s *scan) takeOver(ctx context.Context) error {
 		if r.pack == zeroPack || r.pack == s.number || !victims[r.pack] {
 			continue
 		}
-		for ; r.count > 0; r = r.skip(min(r.count, chunkBytes/page.Size)) {
+		for ; r.count > 0; r = r.skip(min(r.count, chunkPages)) {
 			if err := ctx.Err(); err != nil {
 				return err
 			}

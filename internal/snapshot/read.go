@@ -14,8 +14,13 @@ import (
 	"github.com/hibernacle/hibernacle/internal/page"
 )
 
-// frameCache bounds the decoded frames that an open snapshot keeps, in bytes.
-const frameCache = 8 << 20
+// frameCache bounds the decoded frames of local packs that an open snapshot
+// keeps, in bytes, remoteFrameCache those of remote ones: about a working set, whose
+// neighbourhood the guest is going to touch, and whose pages a capture compares.
+const (
+	frameCache       = 8 << 20
+	remoteFrameCache = 64 << 20
+)
 
 // maxOpening bounds how many packs are being opened at a time.
 const maxOpening = 32
@@ -28,6 +33,8 @@ type Snapshot struct {
 	state    *reading
 	workset  *reading
 	packs    []*pack.Reader // as in manifest.packs
+
+	background sync.WaitGroup // fetches
 
 	mu   sync.Mutex
 	held []io.Closer
@@ -73,7 +80,7 @@ func (s *Snapshot) openManifest(ctx context.Context, store blob.Store) error {
 // openPacks opens the packs that the manifest names.
 func (s *Snapshot) openPacks(ctx context.Context, store blob.Store) error {
 	s.packs = make([]*pack.Reader, len(s.manifest.packs))
-	cache := pack.NewCache(frameCache)
+	local, remote := pack.NewCache(frameCache), pack.NewCache(remoteFrameCache)
 	var g errgroup.Group
 	g.SetLimit(maxOpening)
 	for i, p := range s.manifest.packs {
@@ -82,11 +89,21 @@ func (s *Snapshot) openPacks(ctx context.Context, store blob.Store) error {
 			if err != nil {
 				return err
 			}
+			cache := local
+			if isRemote(o) {
+				cache = remote
+			}
 			s.packs[i], err = pack.Open(o, o.Size(), &p.summary, cache)
 			return objectError(packKey(p.id), err)
 		})
 	}
 	return g.Wait()
+}
+
+// isRemote reports whether each read of o costs a request to another machine.
+func isRemote(o blob.Object) bool {
+	r, ok := o.(interface{ Remote() bool })
+	return ok && r.Remote()
 }
 
 // checkStateSize waits for the state file, and checks its size.
@@ -210,13 +227,17 @@ func (s *Snapshot) read(p []byte, off int64, readPack func(*pack.Reader, []byte,
 		if r.pack == zeroPack {
 			clear(part)
 		} else if m, err := readPack(s.packs[r.pack], part, int64(r.packPage)*page.Size+from); m < len(part) {
-			return n + m, fmt.Errorf("read page %d of snapshot %s: %w", pagesOf(off+int64(m)), s.ref.ID,
-				objectError(packKey(s.manifest.packs[r.pack].id), err))
+			return n + m, s.readError(pagesOf(off+int64(m)), r.pack, err)
 		}
 		n += len(part)
 		off += int64(len(part))
 	}
 	return n, nil
+}
+
+// readError says that guest page n cannot be read from a pack.
+func (s *Snapshot) readError(n, pack uint32, err error) error {
+	return fmt.Errorf("read page %d of snapshot %s: %w", n, s.ref.ID, objectError(packKey(s.manifest.packs[pack].id), err))
 }
 
 // State returns the machine's saved state, verified. Errors name the object.
@@ -235,5 +256,6 @@ func (s *Snapshot) Close() error {
 		errs = append(errs, o.Close())
 	}
 	s.held = nil
+	s.background.Wait()
 	return errors.Join(errs...)
 }
