@@ -26,6 +26,10 @@ var (
 	// ErrUnavailable says that the store could not be asked, or did not answer:
 	// nothing is known about the object, and another try may succeed.
 	ErrUnavailable = errors.New("the store is not available")
+
+	// ErrRefused is an ErrUnavailable that lasts until somebody changes a
+	// setting, here or there: another try is of no use before.
+	ErrRefused = fmt.Errorf("%w: it refuses to serve", ErrUnavailable)
 )
 
 // Info describes an object.
@@ -36,13 +40,30 @@ type Info struct {
 }
 
 // Object is an object that was opened for reading. ReadAt may be called by
-// many goroutines at a time, but not after Close.
+// many goroutines at a time, but not after Close. Where a read may last, Close
+// ends those under way: they fail.
+//
+// ReadAt returns the object's own bytes or an error, which wraps ErrUnavailable
+// like those of a Store, and ErrNotExist if the object was deleted or replaced
+// in a store that does not hold it.
 type Object interface {
 	io.ReaderAt
 	io.Closer
 
 	// Size returns the object's length in bytes.
 	Size() int64
+}
+
+// RemoteObject is what an Object may be, too, if reading it costs requests.
+type RemoteObject interface {
+	Object
+
+	// Remote reports whether a read may cost a request to another machine.
+	Remote() bool
+
+	// Tail returns how many bytes at the object's end came with Open: reads
+	// of these cost nothing more.
+	Tail() int64
 }
 
 // Store keeps objects. Its methods may be called at the same time, also by
@@ -54,10 +75,14 @@ type Store interface {
 	// at all: Put returns an error and has removed what it wrote. The error wraps write's own
 	// if there is one, ErrExist if the key is taken (by then, write may have
 	// been called), ErrNoSpace if the store is full. When ctx ends, Put fails.
+	// Put calls write once at most. After an ErrUnavailable that came when all
+	// was written the object may be there or not; it is whole if it is.
 	Put(ctx context.Context, key string, write func(io.Writer) error) (Info, error)
 
-	// Open opens an object and holds it against Delete until Close. The error
-	// wraps ErrNotExist if there is none.
+	// Open opens an object. A store that holds objects, as its driver says,
+	// keeps it from Delete until Close; in another one an object that is
+	// deleted meanwhile can't be read any more. The error wraps ErrNotExist if
+	// there is none.
 	Open(ctx context.Context, key string) (Object, error)
 
 	// Stat describes an object. The error wraps ErrNotExist if there is none.
@@ -68,9 +93,10 @@ type Store interface {
 	// among them or not. An error ends the sequence.
 	List(ctx context.Context, prefix string) iter.Seq2[Info, error]
 
-	// Delete removes an object durably. The error wraps ErrInUse while
-	// anybody, in whatever process, has it open. An object that is not there
-	// is no error.
+	// Delete removes an object durably. In a store that holds objects the
+	// error wraps ErrInUse while anybody, in whatever process, has it open;
+	// elsewhere whoever deletes must know that nobody needs it. An object that
+	// is not there is no error.
 	Delete(ctx context.Context, key string) error
 }
 
@@ -94,6 +120,16 @@ func CheckKey(key string) error {
 		}
 	}
 	return nil
+}
+
+// CheckPrefix returns an error that wraps ErrInvalidKey if the folders in prefix
+// are such that no key begins with it.
+func CheckPrefix(prefix string) error {
+	end := strings.LastIndexByte(prefix, '/')
+	if end < 0 {
+		return nil
+	}
+	return CheckKey(prefix[:end])
 }
 
 func validName(name string) bool {

@@ -11,34 +11,60 @@ import (
 	"math/rand/v2"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/hibernacle/hibernacle/internal/blob"
 )
 
-// Run runs the suite. open returns a handle on the store called name, which is
-// empty at first; two handles on one name stand for two processes.
-func Run(t *testing.T, open func(t *testing.T, name string) blob.Store) {
+// Suite is what a driver of a blob.Store must pass.
+type Suite struct {
+	// Open returns a handle on the store called name, which is empty at first;
+	// two handles on one name stand for two processes.
+	Open func(t *testing.T, name string) blob.Store
+
+	// Unheld says that the store does not hold open objects against Delete.
+	Unheld bool
+
+	// Quick leaves out what moves much or asks often.
+	Quick bool
+}
+
+// Run runs the suite.
+func (s Suite) Run(t *testing.T) {
 	tests := map[string]func(t *testing.T, open func() blob.Store){
 		"RoundTrip":         testRoundTrip,
+		"Ranges":            testRanges,
 		"PutTwice":          testPutTwice,
 		"PutFails":          testPutFails,
 		"PutCancelled":      testPutCancelled,
 		"InvisibleUntilPut": testInvisibleUntilPut,
 		"Missing":           testMissing,
 		"List":              testList,
-		"DeleteInUse":       testDeleteInUse,
+		"Cancelled":         testCancelled,
 		"InvalidKeys":       testInvalidKeys,
 		"ConcurrentPuts":    testConcurrentPuts,
-		"OpenAgainstDelete": testOpenAgainstDelete,
+	}
+	if s.Unheld {
+		tests["ReadAgainstDelete"] = testReadAgainstDelete
+	} else {
+		tests["DeleteInUse"] = testDeleteInUse
+		tests["OpenAgainstDelete"] = testOpenAgainstDelete
+	}
+	if !s.Quick {
+		tests["Big"] = testBig
+		tests["LongList"] = testLongList
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
-			test(t, func() blob.Store { return open(t, name) })
+			test(t, func() blob.Store { return s.Open(t, name) })
 		})
 	}
 }
+
+// midway is a size, in bytes, at which any driver has handed bytes on.
+const midway = 9 << 20
 
 func put(t *testing.T, s blob.Store, key string, b []byte) blob.Info {
 	t.Helper()
@@ -105,6 +131,87 @@ func testRoundTrip(t *testing.T, open func() blob.Store) {
 	}
 }
 
+// testRanges reads at, around and behind everything where a store may have a
+// seam, in objects of sizes around one.
+func testRanges(t *testing.T, open func() blob.Store) {
+	s := open()
+	const seam = 128 << 10
+	for _, size := range []int64{0, 1, seam - 1, seam, seam + 1, 3*seam + 5} {
+		want := make([]byte, size)
+		rand.NewChaCha8([32]byte{2}).Read(want)
+		key := fmt.Sprintf("object-%d", size)
+		put(t, s, key, want)
+		o, err := s.Open(t.Context(), key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer o.Close()
+		for _, off := range []int64{0, 1, size / 2, size - seam - 1, size - seam, size - seam + 1, size - 1, size, size + 1, size + seam} {
+			for _, n := range []int64{0, 1, 100, seam, size - off - 1, size - off, size - off + 1} {
+				if off < 0 || n < 0 {
+					continue
+				}
+				p := make([]byte, n)
+				got, err := o.ReadAt(p, off)
+				here := max(0, min(n, size-off))
+				switch {
+				case int64(got) != here, here > 0 && !bytes.Equal(p[:here], want[off:off+here]):
+					t.Errorf("size %d: ReadAt %d at %d = %d, %v", size, n, off, got, err)
+				case here < n && err != io.EOF, err != nil && err != io.EOF:
+					t.Errorf("size %d: ReadAt %d at %d: %v", size, n, off, err)
+				}
+			}
+		}
+		if n, err := o.ReadAt(make([]byte, 1), -1); n != 0 || err == nil || err == io.EOF {
+			t.Errorf("ReadAt at -1 = %d, %v", n, err)
+		}
+	}
+}
+
+// testBig streams an object of 64 MiB in and reads it back from many goroutines.
+func testBig(t *testing.T, open func() blob.Store) {
+	s := open()
+	const size, step = 64 << 20, 1 << 20
+	content := func(at int64, p []byte) { rand.NewChaCha8([32]byte{byte(at / step), byte(at / step >> 8)}).Read(p) }
+	info, err := s.Put(t.Context(), "big", func(w io.Writer) error {
+		p := make([]byte, step)
+		for at := int64(0); at < size; at += step {
+			content(at, p)
+			// Pieces of odd lengths, as they come.
+			for _, piece := range [][]byte{p[:777], p[777:]} {
+				if _, err := w.Write(piece); err != nil {
+					return err
+				}
+			}
+		}
+		return nil
+	})
+	if err != nil || info.Size != size {
+		t.Fatalf("Put = %+v, %v", info, err)
+	}
+	o, err := s.Open(t.Context(), "big")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer o.Close()
+	if o.Size() != size {
+		t.Errorf("Size = %d", o.Size())
+	}
+	var wg sync.WaitGroup
+	for first := range int64(4) {
+		wg.Go(func() {
+			got, want := make([]byte, step), make([]byte, step)
+			for at := first * step; at < size; at += 4 * step {
+				content(at, want)
+				if n, err := o.ReadAt(got, at); n != step || err != nil && err != io.EOF || !bytes.Equal(got, want) {
+					t.Errorf("ReadAt at %d = %d, %v", at, n, err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+}
+
 func testPutTwice(t *testing.T, open func() blob.Store) {
 	s := open()
 	put(t, s, "a/b", []byte("first"))
@@ -125,34 +232,66 @@ func testPutTwice(t *testing.T, open func() blob.Store) {
 func testPutFails(t *testing.T, open func() blob.Store) {
 	s := open()
 	mine := errors.New("the writer's own error")
-	_, err := s.Put(t.Context(), "a/b", func(w io.Writer) error {
-		if _, err := w.Write([]byte("half")); err != nil {
-			return err
+	for _, size := range []int{0, 4, midway} {
+		_, err := s.Put(t.Context(), "a/b", func(w io.Writer) error {
+			if _, err := w.Write(make([]byte, size)); err != nil {
+				return err
+			}
+			return fmt.Errorf("wrapped: %w", mine)
+		})
+		if !errors.Is(err, mine) {
+			t.Errorf("Put that fails after %d bytes: %v", size, err)
 		}
-		return fmt.Errorf("wrapped: %w", mine)
-	})
-	if !errors.Is(err, mine) {
-		t.Errorf("Put: %v", err)
-	}
-	if got := keys(t, s, ""); len(got) != 0 {
-		t.Errorf("left behind: %v", got)
+		if got := keys(t, s, ""); len(got) != 0 {
+			t.Errorf("left behind: %v", got)
+		}
 	}
 	put(t, s, "a/b", []byte("whole")) // the key is still free
 }
 
 func testPutCancelled(t *testing.T, open func() blob.Store) {
 	s := open()
-	ctx, cancel := context.WithCancel(t.Context())
-	_, err := s.Put(ctx, "a/b", func(w io.Writer) error {
-		cancel()
-		_, err := w.Write([]byte("x"))
-		return err
-	})
-	if !errors.Is(err, context.Canceled) {
-		t.Errorf("Put: %v", err)
+	for _, size := range []int{1, midway} {
+		ctx, cancel := context.WithCancel(t.Context())
+		_, err := s.Put(ctx, "a/b", func(w io.Writer) error {
+			if _, err := w.Write(make([]byte, size)); err != nil {
+				return err
+			}
+			cancel()
+			_, err := w.Write(make([]byte, size))
+			return err
+		})
+		if !errors.Is(err, context.Canceled) {
+			t.Errorf("Put cancelled after %d bytes: %v", size, err)
+		}
+		if got := keys(t, s, ""); len(got) != 0 {
+			t.Errorf("left behind: %v", got)
+		}
 	}
-	if got := keys(t, s, ""); len(got) != 0 {
-		t.Errorf("left behind: %v", got)
+	put(t, s, "a/b", nil) // the key is still free
+}
+
+// testCancelled calls everything with a context that has ended.
+func testCancelled(t *testing.T, open func() blob.Store) {
+	s := open()
+	put(t, s, "a/b", []byte("x"))
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, openErr := s.Open(ctx, "a/b")
+	_, putErr := s.Put(ctx, "a/c", writes(nil))
+	for op, err := range map[string]error{"Open": openErr, "Put": putErr} {
+		if !errors.Is(err, context.Canceled) {
+			t.Errorf("%s: %v", op, err)
+		}
+	}
+	var err error
+	for _, err = range s.List(ctx, "") {
+	}
+	if !errors.Is(err, context.Canceled) {
+		t.Errorf("List: %v", err)
+	}
+	if got := keys(t, s, ""); !slices.Equal(got, []string{"a/b"}) {
+		t.Errorf("listed: %v", got)
 	}
 }
 
@@ -218,13 +357,30 @@ func testList(t *testing.T, open func() blob.Store) {
 	for range s.List(t.Context(), "") {
 		break // must be allowed
 	}
-	ctx, cancel := context.WithCancel(t.Context())
-	cancel()
-	var err error
-	for _, err = range s.List(ctx, "") {
+}
+
+// testLongList lists more objects than a service tells in one answer.
+func testLongList(t *testing.T, open func() blob.Store) {
+	s := open()
+	const writers, each = 8, 140
+	var wg sync.WaitGroup
+	for i := range writers {
+		wg.Go(func() {
+			for j := range each {
+				key := fmt.Sprintf("packs/%d-%03d", i, j)
+				if _, err := s.Put(t.Context(), key, writes([]byte(key))); err != nil {
+					t.Errorf("Put %s: %v", key, err)
+				}
+			}
+		})
 	}
-	if !errors.Is(err, context.Canceled) {
-		t.Errorf("cancelled List: %v", err)
+	put(t, s, "other", nil)
+	wg.Wait()
+	for prefix, want := range map[string]int{"": writers*each + 1, "packs/": writers * each, "packs/3": each, "packs/3-00": 10} {
+		got := keys(t, s, prefix)
+		if len(slices.Compact(got)) != want {
+			t.Errorf("List %q: %d keys, want %d", prefix, len(got), want)
+		}
 	}
 }
 
@@ -278,33 +434,88 @@ func testInvalidKeys(t *testing.T, open func() blob.Store) {
 // must be whole.
 func testConcurrentPuts(t *testing.T, open func() blob.Store) {
 	s := open()
-	const writers = 8
-	errs := make([]error, writers)
-	var wg sync.WaitGroup
-	for i := range writers {
-		wg.Go(func() {
-			_, errs[i] = open().Put(t.Context(), "a/b", writes(bytes.Repeat([]byte{byte(i)}, 1000)))
-		})
-	}
-	wg.Wait()
-	winner := -1
-	for i, err := range errs {
-		switch {
-		case err == nil && winner < 0:
-			winner = i
-		case !errors.Is(err, blob.ErrExist):
-			t.Errorf("writer %d: %v", i, err)
+	for _, size := range []int{1000, midway} {
+		const writers = 4
+		key := fmt.Sprintf("a/%d", size)
+		errs := make([]error, writers)
+		var wg sync.WaitGroup
+		for i := range writers {
+			wg.Go(func() {
+				_, errs[i] = open().Put(t.Context(), key, writes(bytes.Repeat([]byte{byte(i)}, size)))
+			})
+		}
+		wg.Wait()
+		winner := -1
+		for i, err := range errs {
+			switch {
+			case err == nil && winner < 0:
+				winner = i
+			case !errors.Is(err, blob.ErrExist):
+				t.Errorf("writer %d: %v", i, err)
+			}
+		}
+		o, err := s.Open(t.Context(), key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer o.Close()
+		got := make([]byte, size)
+		if _, err := o.ReadAt(got, 0); err != nil && err != io.EOF || !bytes.Equal(got, bytes.Repeat([]byte{byte(winner)}, size)) {
+			t.Errorf("%d bytes: the object is not that of writer %d (%v)", size, winner, err)
 		}
 	}
-	o, err := s.Open(t.Context(), "a/b")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer o.Close()
-	got := make([]byte, 1000)
-	if o.ReadAt(got, 0); !bytes.Equal(got, bytes.Repeat([]byte{byte(winner)}, 1000)) {
-		t.Errorf("the object is not that of writer %d", winner)
-	}
+}
+
+// testReadAgainstDelete reads, deletes and puts one key, with another content
+// each time: who reads has the bytes of one object or ErrNotExist.
+func testReadAgainstDelete(t *testing.T, open func() blob.Store) {
+	const rounds, size = 40, 300 << 10
+	var done atomic.Bool
+	var reader, writer sync.WaitGroup
+	reader.Go(func() {
+		s := open()
+		for whole := 0; whole < rounds && !t.Failed(); {
+			o, err := s.Open(t.Context(), "a/b")
+			if errors.Is(err, blob.ErrNotExist) {
+				continue
+			} else if err != nil {
+				t.Errorf("Open: %v", err)
+				return
+			}
+			got := make([]byte, size)
+			half, herr := o.ReadAt(got[:size/2], 0)
+			rest, rerr := o.ReadAt(got[half:], int64(half))
+			o.Close()
+			switch {
+			case errors.Is(herr, blob.ErrNotExist) || errors.Is(rerr, blob.ErrNotExist):
+			case herr != nil || rerr != nil && rerr != io.EOF || half+rest != size || !bytes.Equal(got, bytes.Repeat(got[:1], size)):
+				t.Errorf("read %d and %d bytes, of one object: %t; %v, %v", half, rest, bytes.Equal(got, bytes.Repeat(got[:1], size)), herr, rerr)
+			default:
+				whole++
+			}
+		}
+	})
+	writer.Go(func() {
+		s := open()
+		for i := 0; !done.Load(); i++ {
+			if _, err := s.Put(t.Context(), "a/b", writes(bytes.Repeat([]byte{byte(i)}, size))); err != nil {
+				t.Errorf("Put: %v", err)
+				return
+			}
+			for range 3 { // lets readers through, too
+				if _, err := s.Stat(t.Context(), "a/b"); err != nil {
+					t.Errorf("Stat: %v", err)
+				}
+			}
+			if err := s.Delete(t.Context(), "a/b"); err != nil {
+				t.Errorf("Delete: %v", err)
+				return
+			}
+		}
+	})
+	reader.Wait()
+	done.Store(true)
+	writer.Wait()
 }
 
 // testOpenAgainstDelete opens, deletes and puts one key at the same time: who has

@@ -1,7 +1,7 @@
 // Package disk keeps the objects of a blob.Store as files of a local folder:
 // the object a/b is the file a/b. Any number of processes may use the folder at
-// the same time; whoever has an object open holds a shared lock (flock) on its
-// file, and Delete needs the exclusive one.
+// the same time. The store holds objects: whoever has one open holds a shared lock
+// (flock) on its file, and Delete needs the exclusive one.
 //
 // An object is written to a temporary file in the folder .tmp, on which its
 // writer holds an exclusive lock, and linked to its name once it is durable.
@@ -117,13 +117,11 @@ func (s *Store) Stat(_ context.Context, key string) (blob.Info, error) {
 // List implements blob.Store.
 func (s *Store) List(ctx context.Context, prefix string) iter.Seq2[blob.Info, error] {
 	return func(yield func(blob.Info, error) bool) {
+		if blob.CheckPrefix(prefix) != nil {
+			return // no key begins so
+		}
 		// Only the folders that can hold such keys are read.
 		parent := prefix[:strings.LastIndexByte(prefix, '/')+1]
-		if parent != "" {
-			if err := blob.CheckKey(strings.TrimSuffix(parent, "/")); err != nil {
-				return // no key begins so
-			}
-		}
 		err := filepath.WalkDir(s.path(parent), func(path string, d fs.DirEntry, err error) error {
 			if cerr := ctx.Err(); cerr != nil {
 				return cerr

@@ -18,13 +18,13 @@ import (
 
 func TestConformance(t *testing.T) {
 	root := t.TempDir()
-	blobtest.Run(t, func(t *testing.T, name string) blob.Store {
+	blobtest.Suite{Open: func(t *testing.T, name string) blob.Store {
 		s, err := Open(filepath.Join(root, name))
 		if err != nil {
 			t.Fatal(err)
 		}
 		return s
-	})
+	}}.Run(t)
 }
 
 func openStore(t *testing.T) *Store {
