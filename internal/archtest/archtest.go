@@ -24,10 +24,11 @@ var Allowed = map[string][]string{
 	"client":                           {"api"},
 
 	// people
-	"internal/cli":    {"api", "api/filesystem", "api/filesystem/filesystemconnect", "api/process", "api/process/processconnect", "client", "internal/bench", "internal/daemon", "internal/doctor", "internal/guestapi", "internal/shim"},
-	"internal/bench":  {"api", "client"},
-	"internal/doctor": {"api", "client", "internal/daemon", "internal/pager", "internal/shim", "internal/vmm"},
-	"internal/daemon": {"api", "internal/atomicfile", "internal/blob/disk", "internal/catalog", "internal/pager", "internal/sandbox", "internal/server", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm", "internal/vnet"},
+	"internal/cli":        {"api", "api/filesystem", "api/filesystem/filesystemconnect", "api/process", "api/process/processconnect", "client", "internal/bench", "internal/bench/peer", "internal/daemon", "internal/doctor", "internal/guestapi", "internal/shim", "internal/vmm"},
+	"internal/bench":      {"api"},
+	"internal/bench/peer": {"api/process", "api/process/processconnect", "internal/guestapi", "internal/template", "internal/vmm", "internal/vmm/qemu", "internal/vnet"},
+	"internal/doctor":     {"api", "client", "internal/daemon", "internal/pager", "internal/shim", "internal/vmm"},
+	"internal/daemon":     {"api", "internal/atomicfile", "internal/blob/disk", "internal/catalog", "internal/pager", "internal/sandbox", "internal/server", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm", "internal/vnet"},
 
 	// the service
 	"internal/server":   {"api", "api/process", "api/process/processconnect", "internal/guestapi", "internal/sandbox"},

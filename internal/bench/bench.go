@@ -1,13 +1,30 @@
 // Package bench measures a running daemon the way its users meet it: every
 // figure is the time between a request and its answer, taken on the user's own
 // machine, next to the reports of the daemon about the same operations.
+//
+// # Nouns
+//
+//   - A workload is what runs in a sandbox, with its first useful request.
+//   - A cache state is where the bytes are that a resume needs: see Caches. A
+//     sample counts for a state only if the daemon's report of the resume shows
+//     that it was in place.
+//   - A subject is one sandbox with its workload. The samples of all subjects and
+//     states of a scenario are taken in turns, so that what drifts on the machine
+//     meets all of them alike.
+//   - A peer is another way to get the same guest to answer: a cold boot, and
+//     QEMU's own migration to a file and back.
+//   - A row is the distribution of one metric, a fact any other figure, a bar what
+//     a figure is held against.
 package bench
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"slices"
+	"strings"
+	"sync"
 	"time"
 
 	"github.com/hibernacle/hibernacle/api"
@@ -18,199 +35,240 @@ type Target interface {
 	Version(ctx context.Context) (api.Version, error)
 	Create(ctx context.Context, req api.CreateRequest) (api.Sandbox, error)
 	Get(ctx context.Context, id string) (api.Sandbox, error)
-	Hibernate(ctx context.Context, id string) (api.Sandbox, error)
+	HibernateWith(ctx context.Context, id string, req api.HibernateRequest) (api.Sandbox, error)
+	ResumeWith(ctx context.Context, id string, req api.ResumeRequest) (api.Sandbox, error)
+	Evict(ctx context.Context, id string, req api.EvictRequest) (api.Evicted, error)
 	Delete(ctx context.Context, id string) error
 	Exec(ctx context.Context, id string, req api.ExecRequest) (api.ExecResponse, error)
 	DialPort(ctx context.Context, id string, port int) (net.Conn, error)
+	StoreStatus(ctx context.Context) (api.StoreStatus, error)
 }
 
-// Options chooses what is measured.
+// Peer is a guest with a server that something else than the daemon saved.
+type Peer interface {
+	// Restore brings the guest back and returns how long it took until its
+	// server answered a GET of path.
+	Restore(ctx context.Context, path string) (time.Duration, error)
+	Close() error
+}
+
+// Host is the machine that the daemon runs on.
+type Host interface {
+	// PID returns the daemon's process id.
+	PID() (int, error)
+	// List runs "hib ls" and returns how long it took.
+	List(ctx context.Context) (time.Duration, error)
+	// Restart ends the daemon and returns how long it took from there until one
+	// answers. It wraps errors.ErrUnsupported where that is not allowed.
+	Restart(ctx context.Context) (time.Duration, error)
+}
+
+// Options chooses what is measured. Quick and Full return useful ones.
 type Options struct {
 	Template  string
-	N         int      // samples of each metric
-	Boots     int      // samples of cold boots; 0: a quarter of N, at least 3
-	MemoryMiB []int    // shapes, one after the other
-	StateMiB  int      // that the Python server holds
-	Metrics   []string // which metrics; empty: all
-	Progress  func(string)
+	N         int           // samples of each row; slow workloads and cold boots get less
+	Scenarios []string      // of Scenarios
+	Workloads []string      // of Workloads
+	Caches    []string      // of Caches
+	MemoryMiB []int         // sizes of sandboxes
+	Burst     []int         // how many sandboxes are resumed at once
+	Cycles    int           // hibernations of one sandbox
+	Scale     int           // sandboxes in standby
+	IdleFor   time.Duration // over which the processor time of an idle daemon is measured
+
+	// NewPeer boots a guest of the template, starts the command server, which
+	// serves HTTP at port, and saves both by QEMU's own means. Nil: not compared.
+	NewPeer func(ctx context.Context, memoryMiB int, server []string, port int) (Peer, error)
+	Host    Host // nil: the daemon runs on another one
+	// Progress hears what is going on. It may be called by several goroutines. May be nil.
+	Progress func(string)
 }
 
-// The metrics.
+// The scenarios.
 const (
-	MetricRunning   = "vcpus_running" // resume request → the guest's vCPUs run, by the daemon's report
-	MetricFirst     = "first_answer"  // request to the sleeping sandbox's HTTP server → its answer
-	MetricHibernate = "hibernate"     // request → durable and acknowledged
-	MetricCreate    = "create"        // create request → answer of the first exec
-	MetricBoot      = "boot"          // the same with a cold boot, for comparison
+	ScenarioCreate      = "create"      // create a sandbox, from its template and by a cold boot
+	ScenarioStates      = "states"      // hibernate and resume in every cache state, one at a time
+	ScenarioBurst       = "burst"       // resume many sandboxes at once
+	ScenarioCycles      = "cycles"      // hibernate one sandbox again and again
+	ScenarioCompression = "compression" // what the remote store takes
+	ScenarioScale       = "scale"       // many sandboxes in standby
 )
 
-var metrics = []string{MetricRunning, MetricFirst, MetricHibernate, MetricCreate, MetricBoot}
+// Scenarios are the names of all scenarios, in the order in which they run.
+var Scenarios = []string{ScenarioCreate, ScenarioStates, ScenarioBurst, ScenarioCompression, ScenarioCycles, ScenarioScale}
 
-// CheckMetrics returns an error for a name that is no metric.
-func CheckMetrics(names []string) error {
-	for _, n := range names {
-		if !slices.Contains(metrics, n) {
-			return fmt.Errorf("unknown metric %q: there are %v", n, metrics)
+// Quick returns what gives a picture in a few minutes.
+func Quick() Options {
+	return Options{
+		N: 5, Scenarios: []string{ScenarioCreate, ScenarioStates, ScenarioBurst, ScenarioCompression},
+		Workloads: []string{workloadShell, workloadPython50}, Caches: quickCaches, MemoryMiB: []int{512},
+		Burst: []int{8}, Cycles: 30, Scale: 50, IdleFor: 10 * time.Second,
+	}
+}
+
+// Full returns everything.
+func Full() Options {
+	return Options{
+		N: 15, Scenarios: Scenarios, Workloads: Workloads, Caches: Caches, MemoryMiB: []int{512, 4096},
+		Burst: []int{8, 32}, Cycles: 300, Scale: 1000, IdleFor: time.Minute,
+	}
+}
+
+// Check returns an error for what is no possible choice.
+func (o Options) Check() error {
+	for _, list := range []struct {
+		what         string
+		chosen, have []string
+	}{{"scenario", o.Scenarios, Scenarios}, {"workload", o.Workloads, Workloads}, {"cache state", o.Caches, Caches}} {
+		for _, name := range list.chosen {
+			if !slices.Contains(list.have, name) {
+				return fmt.Errorf("unknown %s %q: there are %s", list.what, name, strings.Join(list.have, ", "))
+			}
 		}
+		if len(list.chosen) == 0 {
+			return fmt.Errorf("no %s is chosen: there are %s", list.what, strings.Join(list.have, ", "))
+		}
+	}
+	if o.N < 1 || o.Cycles < minCycles || o.Scale < 1 || len(o.MemoryMiB) == 0 {
+		return fmt.Errorf("there must be at least 1 sample, %d cycles, 1 sandbox and 1 size of memory", minCycles)
 	}
 	return nil
 }
 
-// Who a row is about.
-const (
-	PeerSelf = "hib"
-	PeerBoot = "cold_boot" // the same guest booted, not resumed
-)
-
-// Row is one line of the result; the fields are stable.
-type Row struct {
-	Workload    string  `json:"workload"`    // "shell" or "python"
-	Cache       string  `json:"cache"`       // "warm": the host's page cache was left alone
-	Prefetch    bool    `json:"prefetch"`    // of the working set
-	Concurrency int     `json:"concurrency"` // operations at once
-	MemoryMiB   int     `json:"memory_mib"`
-	Peer        string  `json:"peer"`  // "hib", or what it is compared with: "cold_boot"
-	Accel       string  `json:"accel"` // "kvm" or "tcg"
-	Metric      string  `json:"metric"`
-	N           int     `json:"n"`
-	P50         float64 `json:"p50_ms"`
-	P95         float64 `json:"p95_ms"`
-	P99         float64 `json:"p99_ms"`
-	Max         float64 `json:"max_ms"`
-	SuccessRate float64 `json:"success_rate"`
+// Run measures what o chooses. The sandboxes that it makes are deleted again,
+// also when it fails. The result holds what was measured until an error.
+func Run(ctx context.Context, target Target, o Options) (Result, error) {
+	if err := o.Check(); err != nil {
+		return Result{}, err
+	}
+	r, err := newRunner(ctx, target, o)
+	if err != nil {
+		return Result{}, err
+	}
+	scenarios := map[string]func(context.Context) error{
+		ScenarioCreate: r.creations, ScenarioStates: r.states, ScenarioBurst: r.bursts,
+		ScenarioCompression: r.compression, ScenarioCycles: r.cycles, ScenarioScale: r.scale,
+	}
+	for _, name := range Scenarios {
+		if !slices.Contains(o.Scenarios, name) {
+			continue
+		}
+		begun := time.Now()
+		if err := scenarios[name](ctx); err != nil {
+			return r.result(), fmt.Errorf("%s: %w", name, err)
+		}
+		r.fact(Fact{Name: name + ".duration", Value: time.Since(begun).Seconds(), Unit: "s"})
+	}
+	return r.result(), nil
 }
 
-// Run measures and returns a row for each metric and shape. The sandboxes that
-// it makes are deleted again, also when it fails.
-func Run(ctx context.Context, target Target, opts Options) ([]Row, error) {
+// runner measures.
+type runner struct {
+	*collector
+	target Target
+	opts   Options
+	meta   Meta
+
+	own  sync.Mutex
+	mine map[string]struct{} // sandboxes that were made and not deleted
+}
+
+func newRunner(ctx context.Context, target Target, o Options) (*runner, error) {
 	version, err := target.Version(ctx)
 	if err != nil {
 		return nil, err
 	}
-	var rows []Row
-	for _, memory := range opts.MemoryMiB {
-		r := &runner{target: target, opts: opts, memory: memory, accel: version.Accel}
-		if err := r.run(ctx); err != nil {
-			return rows, fmt.Errorf("measure %d MiB: %w", memory, err)
-		}
-		rows = append(rows, r.rows...)
-	}
-	return rows, nil
+	return &runner{collector: newCollector(), target: target, opts: o, meta: newMeta(version), mine: map[string]struct{}{}}, nil
 }
 
-// runner measures one shape.
-type runner struct {
-	target Target
-	opts   Options
-	memory int
-	accel  string
-	rows   []Row
-}
-
-func (r *runner) run(ctx context.Context) error {
-	// The first sandbox of a shape boots its base snapshot: that is not the subject.
-	r.say("preparing the shape")
-	sb, err := r.create(ctx, false)
-	if err != nil {
-		return err
-	}
-	if err := r.delete(ctx, sb.ID); err != nil {
-		return err
-	}
-	if r.wants(MetricBoot) {
-		r.collect("shell", PeerBoot, MetricBoot, r.boots(), func() (float64, error) { return r.timeCreate(ctx, true) })
-	}
-	if r.wants(MetricCreate) {
-		r.collect("shell", PeerSelf, MetricCreate, r.opts.N, func() (float64, error) { return r.timeCreate(ctx, false) })
-	}
-	if r.wants(MetricHibernate) || r.wants(MetricRunning) || r.wants(MetricFirst) {
-		return r.cycles(ctx)
-	}
-	return ctx.Err()
-}
-
-func (r *runner) wants(metric string) bool {
-	return len(r.opts.Metrics) == 0 || slices.Contains(r.opts.Metrics, metric)
+func (r *runner) result() Result {
+	rows, facts := r.collector.rows(r.meta.Accel)
+	res := Result{Meta: r.meta, Rows: rows, Facts: facts, Notes: append([]string{}, r.notes...)}
+	res.Bars = bars(res, r.opts.Scenarios)
+	return res
 }
 
 func (r *runner) say(format string, args ...any) {
 	if r.opts.Progress != nil {
-		r.opts.Progress(fmt.Sprintf("%d MiB: ", r.memory) + fmt.Sprintf(format, args...))
+		r.opts.Progress(fmt.Sprintf(format, args...))
 	}
 }
 
-func (r *runner) create(ctx context.Context, cold bool) (api.Sandbox, error) {
-	return r.target.Create(ctx, api.CreateRequest{
-		Template: r.opts.Template, MemoryMiB: r.memory, ColdBoot: cold, Labels: map[string]string{"hib": "bench"},
+func (r *runner) wantsCache(name string) bool { return slices.Contains(r.opts.Caches, name) }
+
+// create makes a sandbox that is deleted at the end, at the latest.
+func (r *runner) create(ctx context.Context, memory int, cold bool) (api.Sandbox, error) {
+	sb, err := r.target.Create(ctx, api.CreateRequest{
+		Template: r.opts.Template, MemoryMiB: memory, ColdBoot: cold, Labels: map[string]string{"hib": "bench"},
 	})
-}
-
-func (r *runner) boots() int {
-	if r.opts.Boots > 0 {
-		return r.opts.Boots
+	if err == nil {
+		r.own.Lock()
+		r.mine[sb.ID] = struct{}{}
+		r.own.Unlock()
 	}
-	return max(3, r.opts.N/4)
+	return sb, err
 }
 
 // delete works after ctx has ended, too: nothing is left behind.
 func (r *runner) delete(ctx context.Context, id string) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Minute)
 	defer cancel()
-	return r.target.Delete(ctx, id)
+	err := r.target.Delete(ctx, id)
+	if err == nil {
+		r.own.Lock()
+		delete(r.mine, id)
+		r.own.Unlock()
+	}
+	return err
 }
 
-// collect takes n samples of do, in milliseconds, and adds their row.
-func (r *runner) collect(workload, peer, metric string, n int, do func() (float64, error)) {
-	var samples []float64
-	var last error
-	for i := range n {
-		r.say("%s %d of %d", metric, i+1, n)
-		ms, err := do()
-		if err != nil {
-			last = err
-			continue
+// deleteAll deletes every sandbox that is left of those that were made.
+func (r *runner) deleteAll(ctx context.Context) error {
+	r.own.Lock()
+	ids := make([]string, 0, len(r.mine))
+	for id := range r.mine {
+		ids = append(ids, id)
+	}
+	r.own.Unlock()
+	return parallel(ids, deleters, func(id string) error { return r.delete(ctx, id) })
+}
+
+// deleters is how many sandboxes are deleted at once.
+const deleters = 4
+
+// parallel calls do for each item, at most limit at once, and returns all errors.
+func parallel[T any](items []T, limit int, do func(T) error) error {
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	var errs []error
+	room := make(chan struct{}, limit)
+	for _, item := range items {
+		room <- struct{}{}
+		wg.Go(func() {
+			defer func() { <-room }()
+			if err := do(item); err != nil {
+				mu.Lock()
+				errs = append(errs, err)
+				mu.Unlock()
+			}
+		})
+	}
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
+// until polls cond every pause until it is true or ctx ends, and tells which.
+func until(ctx context.Context, pause time.Duration, cond func() bool) bool {
+	for !cond() {
+		select {
+		case <-ctx.Done():
+			return false
+		case <-time.After(pause):
 		}
-		samples = append(samples, ms)
 	}
-	if last != nil {
-		r.say("%s: %d of %d failed, the last with: %v", metric, n-len(samples), n, last)
-	}
-	r.add(workload, peer, metric, samples, n)
+	return true
 }
 
-func (r *runner) add(workload, peer, metric string, samples []float64, tried int) {
-	row := Row{
-		Workload: workload, Cache: "warm", Prefetch: true, Concurrency: 1, MemoryMiB: r.memory, Peer: peer, Accel: r.accel,
-		Metric: metric, N: tried, SuccessRate: float64(len(samples)) / float64(max(tried, 1)),
-	}
-	slices.Sort(samples)
-	row.P50, row.P95, row.P99 = Quantile(samples, 0.50), Quantile(samples, 0.95), Quantile(samples, 0.99)
-	row.Max = Quantile(samples, 1)
-	r.rows = append(r.rows, row)
-}
+func since(start time.Time) float64 { return ms(time.Since(start)) }
 
-// Quantile returns the q-quantile of sorted samples by nearest rank; 0 if there are none.
-func Quantile(sorted []float64, q float64) float64 {
-	if len(sorted) == 0 {
-		return 0
-	}
-	rank := int(q*float64(len(sorted))+0.999999) - 1
-	return sorted[min(max(rank, 0), len(sorted)-1)]
-}
-
-// timeCreate measures from the create request to the answer of a first exec.
-func (r *runner) timeCreate(ctx context.Context, cold bool) (float64, error) {
-	start := time.Now()
-	sb, err := r.create(ctx, cold)
-	if err != nil {
-		return 0, err
-	}
-	_, err = r.target.Exec(ctx, sb.ID, api.ExecRequest{Cmd: []string{"/bin/true"}})
-	took := since(start)
-	if delErr := r.delete(ctx, sb.ID); err == nil {
-		err = delErr
-	}
-	return took, err
-}
-
-func since(start time.Time) float64 { return float64(time.Since(start).Microseconds()) / 1000 }
+func ms(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }

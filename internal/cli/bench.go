@@ -1,40 +1,110 @@
 package cli
 
 import (
+	"cmp"
 	"context"
+	"encoding/json"
 	"fmt"
+	"io"
+	"os"
 	"strconv"
+	"strings"
+	"sync"
 
 	"github.com/spf13/cobra"
 
+	"github.com/hibernacle/hibernacle/client"
 	"github.com/hibernacle/hibernacle/internal/bench"
 )
 
+type benchOptions struct {
+	quick, full bool
+	template    string
+	samples     int
+	scale       int
+	cycles      int
+	scenarios   []string
+	workloads   []string
+	caches      []string
+	memory      []int
+	burst       []int
+	sandbox     string
+	get         string
+	json        string // file, "-" for standard output
+	svg         string
+	restart     bool
+}
+
 func newBenchCommand(a *app) *cobra.Command {
-	var o bench.Options
+	var o benchOptions
 	cmd := &cobra.Command{
 		Use:   "bench",
 		Short: "Measure create, hibernate and resume on this machine",
-		Long: `Measure the running daemon on this machine: cold boot, create, hibernate and
-resume of sandboxes of the given sizes, with a Python HTTP server as the load.
-The sandboxes that it makes are deleted again.`,
+		Long: `Measure the running daemon on this machine: create, hibernate and resume, in
+every state that the caches may be in, next to a cold boot and to QEMU's own
+restore of the same guest. It ends with what the figures are held against.
+
+The sandboxes that it makes are deleted again. With --sandbox it measures one of
+yours instead: it is hibernated and resumed many times, and left as it was.
+
+--quick takes a few minutes, --full half an hour. The other flags choose from
+either. docs/bench.md tells how to read the result.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return runBench(cmd.Context(), a, o) },
 	}
 	f := cmd.Flags()
-	f.StringVar(&o.Template, "template", "base", "`TEMPLATE` of the sandboxes")
-	f.IntVarP(&o.N, "samples", "n", 20, "samples of each metric (cold boots: a quarter)")
-	f.IntSliceVar(&o.MemoryMiB, "memory", []int{512, 4096}, "sizes of the sandboxes in MiB")
-	f.IntVar(&o.StateMiB, "state", 50, "`MiB` of state that the Python server holds")
-	f.StringSliceVar(&o.Metrics, "metric", nil, "metrics: boot, create, hibernate, vcpus_running, first_answer (default all)")
+	f.BoolVar(&o.quick, "quick", false, "what gives a picture in a few minutes (default)")
+	f.BoolVar(&o.full, "full", false, "everything")
+	cmd.MarkFlagsMutuallyExclusive("quick", "full")
+	f.StringVar(&o.template, "template", defaultTemplate, "`TEMPLATE` of the sandboxes")
+	f.IntVarP(&o.samples, "samples", "n", 0, "samples of each row (default: quick 5, full 15)")
+	f.StringSliceVar(&o.scenarios, "scenario", nil, "only these: "+strings.Join(bench.Scenarios, ", "))
+	f.StringSliceVar(&o.workloads, "workload", nil, "only these: "+strings.Join(bench.Workloads, ", "))
+	f.StringSliceVar(&o.caches, "cache", nil, "only these cache states: "+strings.Join(bench.Caches, ", "))
+	f.IntSliceVar(&o.memory, "memory", nil, "only sandboxes of these sizes in MiB")
+	f.IntSliceVar(&o.burst, "burst", nil, "how many sandboxes are resumed at once")
+	f.IntVar(&o.cycles, "cycles", 0, "hibernations in the scenario cycles")
+	f.IntVar(&o.scale, "scale", 0, "sandboxes in the scenario scale")
+	f.StringVar(&o.sandbox, "sandbox", "", "measure the sandbox `ID`, which is hibernated and resumed")
+	f.StringVar(&o.get, "get", "", "its first useful request, `PORT/PATH`")
+	cmd.MarkFlagsRequiredTogether("sandbox", "get")
+	f.StringVar(&o.json, "json", "", "print JSON, or write it to `FILE` and print the tables too")
+	f.Lookup("json").NoOptDefVal = "-"
+	f.StringVar(&o.svg, "svg", "", "draw the first answers into `FILE`")
+	f.BoolVar(&o.restart, "restart-daemon", false, "end the daemon to time its start; something must start it again")
 	return cmd
 }
 
-func runBench(ctx context.Context, a *app, o bench.Options) error {
-	if o.N < 1 || o.StateMiB < 1 {
-		return usagef("--samples and --state must be at least 1")
+// choose returns what the flags choose.
+func (o benchOptions) choose() bench.Options {
+	c := bench.Quick()
+	if o.full {
+		c = bench.Full()
 	}
-	if err := bench.CheckMetrics(o.Metrics); err != nil {
+	c.Template = o.template
+	c.N = cmp.Or(o.samples, c.N)
+	c.Cycles, c.Scale = cmp.Or(o.cycles, c.Cycles), cmp.Or(o.scale, c.Scale)
+	if o.workloads != nil || o.sandbox != "" { // of any size and in any state, unless that is chosen too
+		all := bench.Full()
+		c.MemoryMiB, c.Caches = all.MemoryMiB, all.Caches
+	}
+	override(&c.Scenarios, o.scenarios)
+	override(&c.Workloads, o.workloads)
+	override(&c.Caches, o.caches)
+	override(&c.MemoryMiB, o.memory)
+	override(&c.Burst, o.burst)
+	return c
+}
+
+func override[T any](list *[]T, chosen []T) {
+	if chosen != nil {
+		*list = chosen
+	}
+}
+
+func runBench(ctx context.Context, a *app, o benchOptions) error {
+	chosen := o.choose()
+	if err := chosen.Check(); err != nil {
 		return usageError{err}
 	}
 	c, err := a.client()
@@ -42,24 +112,160 @@ func runBench(ctx context.Context, a *app, o bench.Options) error {
 		return err
 	}
 	status := newStatus(a.Err)
-	o.Progress = status.set
-	rows, err := bench.Run(ctx, c, o)
+	var saying sync.Mutex
+	chosen.Progress = func(text string) {
+		saying.Lock()
+		defer saying.Unlock()
+		status.set(text)
+	}
+	res, err := a.measure(ctx, c, chosen, o)
 	status.end()
+	// What was measured until a failure is worth having.
+	if showErr := a.showBench(res, o); err == nil {
+		err = showErr
+	}
+	return err
+}
+
+func (a *app) measure(ctx context.Context, c *client.Client, chosen bench.Options, o benchOptions) (bench.Result, error) {
+	if o.sandbox != "" {
+		own, err := o.own()
+		if err != nil {
+			return bench.Result{}, err
+		}
+		fmt.Fprintf(a.Err, "Sandbox %s is hibernated and resumed up to %d times. Its processes go on; connections to it break. It is left as it is now.\n",
+			own.ID, 2*chosen.N*len(chosen.Caches))
+		return bench.RunOwn(ctx, c, chosen, own)
+	}
+	if host, ok := a.benchHost(c, o.restart); ok {
+		chosen.Host, chosen.NewPeer = host, host.newPeer(o.template)
+	}
+	return bench.Run(ctx, c, chosen)
+}
+
+// own reads the flags --sandbox and --get.
+func (o benchOptions) own() (bench.Own, error) {
+	port, path, _ := strings.Cut(o.get, "/")
+	n, err := strconv.ParseUint(port, 10, 16)
+	if err != nil || n == 0 {
+		return bench.Own{}, usagef("--get %q: it must be of the form PORT/PATH, for example 8000/health", o.get)
+	}
+	if strings.ContainsAny(path, " \r\n") {
+		return bench.Own{}, usagef("--get %q: the path must be encoded as in a URL", o.get)
+	}
+	return bench.Own{ID: o.sandbox, Port: int(n), Path: "/" + path}, nil
+}
+
+// showBench prints and writes a result.
+func (a *app) showBench(res bench.Result, o benchOptions) error {
+	if o.svg != "" {
+		if err := writeTo(o.svg, func(w io.Writer) error { return bench.WriteSVG(w, res) }); err != nil {
+			return err
+		}
+	}
+	switch o.json {
+	case "":
+	case "-":
+		return a.printJSON(res)
+	default:
+		err := writeTo(o.json, func(w io.Writer) error {
+			enc := json.NewEncoder(w)
+			enc.SetIndent("", "  ")
+			return enc.Encode(res)
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return a.printBench(res)
+}
+
+// writeTo makes a file.
+func writeTo(path string, write func(io.Writer) error) error {
+	f, err := os.Create(path)
 	if err != nil {
 		return err
 	}
-	if a.json {
-		return a.printJSON(rows)
+	err = write(f)
+	if closeErr := f.Close(); err == nil {
+		err = closeErr
 	}
-	out := [][]string{{"MEMORY", "LOAD", "METRIC", "P50 ms", "P95 ms", "P99 ms", "MAX ms", "N", "OK"}}
+	return err
+}
+
+func (a *app) printBench(res bench.Result) error {
+	m := res.Meta
+	fmt.Fprintf(a.Out, "Accelerator: %s (%s)\nMachine: %s, %d cores, %s, Linux %s\n", m.Accel, m.VMM, m.CPU, m.Cores, size(m.Memory), m.Kernel)
+	if len(res.Rows) > 0 {
+		fmt.Fprintln(a.Out)
+		if err := table(a.Out, benchRows(res.Rows)); err != nil {
+			return err
+		}
+	}
+	if len(res.Facts) > 0 {
+		facts := [][]string{{"FIGURE", "WORKLOAD", "STATE", "MEMORY", "VALUE", "UNIT"}}
+		for _, f := range res.Facts {
+			memory := ""
+			if f.MemoryMiB != 0 {
+				memory = strconv.Itoa(f.MemoryMiB)
+			}
+			state := f.Cache
+			if f.Prefetch != nil && !*f.Prefetch {
+				state += ", no prefetch"
+			}
+			facts = append(facts, []string{f.Name, or(f.Workload), or(state), or(memory), strconv.FormatFloat(f.Value, 'f', -1, 32), f.Unit})
+		}
+		fmt.Fprintln(a.Out)
+		if err := table(a.Out, facts); err != nil {
+			return err
+		}
+	}
+	for i, n := range res.Notes {
+		if i == 0 {
+			fmt.Fprintln(a.Out, "\nNotes:")
+		}
+		fmt.Fprintln(a.Out, "- "+printable(n))
+	}
+	return a.printBars(res.Bars)
+}
+
+// benchRows lays out rows as a table.
+func benchRows(rows []bench.Row) [][]string {
+	out := [][]string{{"WORKLOAD", "MEMORY", "STATE", "AT ONCE", "METRIC", "P50 ms", "P95 ms", "P99 ms", "MAX ms", "N", "OK", "FETCHED"}}
 	for _, r := range rows {
 		ms := func(v float64) string { return strconv.FormatFloat(v, 'f', 1, 64) }
-		name := r.Metric
-		if r.Peer != bench.PeerSelf {
-			name += " (" + r.Peer + ")"
+		state := r.Cache
+		switch {
+		case r.Peer != bench.PeerSelf:
+			state = r.Peer
+		case r.Resumed() && !r.Prefetch && r.Cache != bench.CacheParked:
+			state += ", no prefetch"
 		}
-		out = append(out, []string{strconv.Itoa(r.MemoryMiB), r.Workload, name, ms(r.P50), ms(r.P95), ms(r.P99), ms(r.Max),
-			strconv.Itoa(r.N), fmt.Sprintf("%.0f%%", 100*r.SuccessRate)})
+		fetched := "-"
+		if r.BytesFetched > 0 && r.WorkingSetBytes > 0 {
+			fetched = fmt.Sprintf("%.2f × set", float64(r.BytesFetched)/float64(r.WorkingSetBytes))
+		}
+		out = append(out, []string{r.Workload, strconv.Itoa(r.MemoryMiB), state, strconv.Itoa(r.Concurrency), r.Metric,
+			ms(r.P50), ms(r.P95), ms(r.P99), ms(r.Max), strconv.Itoa(r.N), fmt.Sprintf("%.0f%%", 100*r.SuccessRate), fetched})
 	}
+	return out
+}
+
+func (a *app) printBars(bars []bench.Bar) error {
+	if len(bars) == 0 {
+		return nil
+	}
+	out := [][]string{{"WHAT", "MEASURED", "BAR", "MET"}}
+	for _, b := range bars {
+		met := "-"
+		switch {
+		case b.Met != nil && *b.Met:
+			met = "yes"
+		case b.Met != nil:
+			met = "NO"
+		}
+		out = append(out, []string{b.What, b.Measured, b.Bar, met})
+	}
+	fmt.Fprintln(a.Out)
 	return table(a.Out, out)
 }

@@ -47,23 +47,24 @@ const emulatedArguments = "mitigations=off tsc=reliable"
 
 // files are a Spec's files with absolute paths, and the base image's length.
 type files struct {
-	memory, base string
-	baseBytes    int64
-	boot         *vmm.Boot
+	memory    string // "": anonymous memory
+	base      string
+	baseBytes int64
+	boot      *vmm.Boot
 }
 
 // checkFiles looks at everything that QEMU will open, so that what is wrong is
 // said in words that name the file.
-func checkFiles(spec vmm.Spec) (files, error) {
-	var f files
-	memory, size, err := locate("memory file", spec.MemoryPath)
-	if err != nil {
-		return files{}, err
+func checkFiles(spec vmm.Spec, fromFile bool) (f files, err error) {
+	if fromFile {
+		var size int64
+		if f.memory, size, err = locate("memory file", spec.MemoryPath); err != nil {
+			return files{}, err
+		}
+		if want := spec.Shape.MemoryBytes(); size != want {
+			return files{}, fmt.Errorf("memory file %s is %d bytes long: must be %d as the machine's memory is", f.memory, size, want)
+		}
 	}
-	if want := spec.Shape.MemoryBytes(); size != want {
-		return files{}, fmt.Errorf("memory file %s is %d bytes long: must be %d as the machine's memory is", memory, size, want)
-	}
-	f.memory = memory
 	if f.base, f.baseBytes, err = locate("base image", spec.BaseImage); err != nil {
 		return files{}, err
 	}
@@ -98,6 +99,11 @@ func locate(what, path string) (abs string, size int64, err error) {
 // arguments returns QEMU's command line without the binary.
 func arguments(config Config, hw hardware, spec vmm.Spec, f files) []string {
 	ram := spec.Shape.MemoryMiB
+	memory := fmt.Sprintf("memory-backend-file,id=ram,share=off,mem-path=%s,size=%dM", escape(f.memory), ram)
+	shareBase := "off"
+	if f.memory == "" {
+		memory, shareBase = fmt.Sprintf("memory-backend-ram,id=ram,size=%dM", ram), "on" // what is shared does not migrate
+	}
 	args := []string{
 		"-nodefaults", "-no-user-config", "-no-reboot", "-S", "-display", "none",
 		"-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
@@ -110,8 +116,8 @@ func arguments(config Config, hw hardware, spec vmm.Spec, f files) []string {
 		"-rtc", "base=utc,clock=host",
 		// The state is the same whatever this QEMU's version; the key is compared instead.
 		"-global", "migration.send-configuration=off",
-		"-object", fmt.Sprintf("memory-backend-file,id=ram,share=off,mem-path=%s,size=%dM", escape(f.memory), ram),
-		"-object", fmt.Sprintf("memory-backend-file,id=base,share=off,readonly=on,mem-path=%s,size=%d", escape(f.base), f.baseBytes),
+		"-object", memory,
+		"-object", fmt.Sprintf("memory-backend-file,id=base,share=%s,readonly=on,mem-path=%s,size=%d", shareBase, escape(f.base), f.baseBytes),
 		"-device", fmt.Sprintf("nvdimm,memdev=base,unarmed=on,addr=%#x", pmemAddress(spec.Shape)),
 		"-device", "vmgenid,guid=" + newGUID(),
 		"-device", fmt.Sprintf("pvpanic-pci,addr=%#x", panicSlot),

@@ -64,15 +64,18 @@ func confineThread() error {
 	return nil
 }
 
-// startConfined starts cmd from a thread of its own that carries the filter,
-// and returns a channel that takes the result of cmd.Wait. The thread lives
+// startChild starts cmd from a thread of its own, which carries the filter if
+// cmd is to be confined, and returns a channel that takes the result of cmd.Wait. The thread lives
 // exactly as long as the child, because the kernel sends the child's
 // parent-death signal when the thread that forked it ends.
-func startConfined(cmd *exec.Cmd) (<-chan error, error) {
+func startChild(cmd *exec.Cmd, confine bool) (<-chan error, error) {
 	started, ended := make(chan error, 1), make(chan error, 1)
 	go func() {
 		runtime.LockOSThread() // never unlocked: the filter must not reach other goroutines
-		err := confineThread()
+		var err error
+		if confine {
+			err = confineThread()
+		}
 		if err == nil {
 			err = cmd.Start()
 		}

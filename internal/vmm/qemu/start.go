@@ -26,14 +26,15 @@ const (
 
 // Start implements vmm.Driver.
 func (d *Driver) Start(ctx context.Context, spec vmm.Spec) (vmm.Machine, error) {
-	m, err := d.start(ctx, spec)
+	m, err := d.start(ctx, spec, true)
 	if err != nil {
 		return nil, fmt.Errorf("start QEMU: %w", err)
 	}
 	return m, nil
 }
 
-func (d *Driver) start(ctx context.Context, spec vmm.Spec) (*machine, error) {
+// start starts QEMU, without huge pages if its memory is a file's.
+func (d *Driver) start(ctx context.Context, spec vmm.Spec, fromFile bool) (*machine, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
@@ -43,7 +44,7 @@ func (d *Driver) start(ctx context.Context, spec vmm.Spec) (*machine, error) {
 	if _, err := net.ParseMAC(spec.MAC); err != nil {
 		return nil, err
 	}
-	files, err := checkFiles(spec)
+	files, err := checkFiles(spec, fromFile)
 	if err != nil {
 		return nil, err
 	}
@@ -57,7 +58,7 @@ func (d *Driver) start(ctx context.Context, spec vmm.Spec) (*machine, error) {
 	}
 	stderr := &tail{max: stderrTail}
 	cmd := d.command(arguments(d.config, d.hardware(), spec, files), links.theirs, stderr)
-	ended, err := startConfined(cmd)
+	ended, err := startChild(cmd, fromFile)
 	links.closeTheirs()
 	if err != nil {
 		links.closeOurs()

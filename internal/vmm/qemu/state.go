@@ -49,7 +49,7 @@ func (m *machine) loadState(ctx context.Context, r io.Reader) error {
 	defer cancel()
 	// A QEMU that is stuck in a state cannot be asked to stop.
 	unwatch := context.AfterFunc(ctx, func() { m.abort("killed while it loaded a state: " + context.Cause(ctx).Error()) })
-	err = m.receive(ctx, state)
+	err = m.migrate(ctx, "migrate-incoming", state)
 	unwatch()
 	if ctx.Err() != nil {
 		return ctx.Err()
@@ -62,14 +62,15 @@ func (m *machine) loadState(ctx context.Context, r io.Reader) error {
 	return err
 }
 
-// receive lets QEMU read the state from an open file and waits until it has.
-func (m *machine) receive(ctx context.Context, state *os.File) error {
+// migrate has QEMU read ("migrate-incoming") or write ("migrate") an open file
+// and waits until it has.
+func (m *machine) migrate(ctx context.Context, command string, file *os.File) error {
 	const name = "state"
-	err := m.monitor.executeWithFile(ctx, "getfd", map[string]string{"fdname": name}, nil, state)
+	err := m.monitor.executeWithFile(ctx, "getfd", map[string]string{"fdname": name}, nil, file)
 	if err != nil {
 		return m.explain(err)
 	}
-	if err := m.execute(ctx, "migrate-incoming", map[string]string{"uri": "fd:" + name}, nil); err != nil {
+	if err := m.execute(ctx, command, map[string]string{"uri": "fd:" + name}, nil); err != nil {
 		return err
 	}
 	for {
@@ -89,13 +90,13 @@ func (m *machine) receive(ctx context.Context, state *os.File) error {
 	}
 }
 
-// failure returns what QEMU said about a state that it could not load, before it
-// ended itself.
+// failure returns what QEMU said about a state that it could not load or write,
+// before it ended itself.
 func (m *machine) failure() error {
 	select {
 	case <-m.exited:
 	case <-time.After(drainTime):
-		m.abort("it could not load the state and did not end")
+		m.abort("it could not load or write its state and did not end")
 		<-m.exited
 	}
 	return m.ended()

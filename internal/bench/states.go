@@ -1,0 +1,270 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/hibernacle/hibernacle/api"
+)
+
+// planned is one subject of the scenario states.
+type planned struct {
+	workload string
+	memory   int
+	caches   []string
+}
+
+// plan are the subjects of the scenario states in groups whose samples are
+// taken in turns: those that are compared are in one group.
+var plan = [][]planned{
+	{
+		{workloadPython50, 512, Caches},
+		{workloadPython50, 4096, []string{CacheAwake, CacheParked, CacheWarm, CacheFresh}},
+		{workloadPython300, 512, []string{CacheAwake, CacheParked, CacheWarm, CacheFresh}},
+	},
+	{{workloadShell, 512, []string{CacheAwake, CacheParked, CacheWarm, CacheCold, CacheRemote20}}},
+	{{workloadGit, 512, []string{CacheAwake, CacheParked, CacheWarm, CacheRemote20}}},
+	{{workloadBigHeap, 4096, []string{CacheAwake, CacheParked, CacheWarm, CacheCold}}},
+	{{workloadNode, 512, []string{CacheAwake, CacheParked, CacheWarm, CacheCold}}},
+}
+
+// chosen returns the part of the plan that the options choose.
+func (o Options) chosen() [][]planned {
+	var groups [][]planned
+	for _, group := range plan {
+		var kept []planned
+		for _, p := range group {
+			p.caches = slices.DeleteFunc(slices.Clone(p.caches), func(c string) bool { return !slices.Contains(o.Caches, c) })
+			if slices.Contains(o.Workloads, p.workload) && slices.Contains(o.MemoryMiB, p.memory) && len(p.caches) > 0 {
+				kept = append(kept, p)
+			}
+		}
+		if len(kept) > 0 {
+			groups = append(groups, kept)
+		}
+	}
+	return groups
+}
+
+// states measures every cache state, one resume at a time.
+func (r *runner) states(ctx context.Context) error {
+	groups := r.opts.chosen()
+	if len(groups) == 0 {
+		r.note("states: no workload has the chosen size of memory and cache states")
+	}
+	for _, group := range groups {
+		if err := r.group(ctx, group); err != nil {
+			return errors.Join(err, r.deleteAll(ctx))
+		}
+		if err := r.deleteAll(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// group measures subjects whose samples are taken in turns.
+func (r *runner) group(ctx context.Context, group []planned) error {
+	var steps []*step
+	for _, p := range group {
+		s, err := r.newSubject(ctx, workloadOf(p.workload), p.memory, warmups)
+		if errors.Is(err, errAbsent) {
+			r.note("%s: skipped, %v", p.workload, err)
+			continue
+		}
+		if err != nil {
+			return fmt.Errorf("prepare %s: %w", p.workload, err)
+		}
+		steps = append(steps, s.steps(p.caches)...)
+	}
+	if p := group[0]; p.workload == workloadPython50 && slices.Contains(p.caches, CacheWarm) {
+		peer, err := r.newPeer(ctx, p.memory)
+		if err != nil {
+			return err
+		}
+		if peer != nil {
+			defer peer.Close()
+			steps = append(steps, r.migrations(peer, p))
+		}
+	}
+	return r.interleave(ctx, steps)
+}
+
+// steps returns the steps of a subject for cache states.
+func (s *subject) steps(caches []string) []*step {
+	var steps []*step
+	for _, cache := range caches {
+		if cache == CacheFresh && !s.pool {
+			continue // warm is that already
+		}
+		for _, v := range variants(cache) {
+			steps = append(steps, &step{
+				name:  fmt.Sprintf("%s, %d MiB, %s", s.workload.name, s.memory, v),
+				every: s.workload.share,
+				do:    func(ctx context.Context) error { return s.sample(ctx, v) },
+			})
+		}
+	}
+	return steps
+}
+
+// newPeer prepares QEMU's own restore; nil if it cannot be compared here.
+func (r *runner) newPeer(ctx context.Context, memory int) (Peer, error) {
+	if r.opts.NewPeer == nil {
+		r.note("QEMU's own restore is not compared: the template's files are not on this host")
+		return nil, nil
+	}
+	r.say("python50, %d MiB: prepare QEMU's own restore", memory)
+	command := []string{"python3", "-c", ServerScript, "50", strconv.Itoa(serverPort), "records"}
+	peer, err := r.opts.NewPeer(ctx, memory, command, serverPort)
+	switch {
+	case ctx.Err() != nil:
+		return nil, ctx.Err()
+	case err != nil:
+		r.note("QEMU's own restore is not compared: %v", err)
+		return nil, nil
+	}
+	return peer, nil
+}
+
+// migrations restores a guest by QEMU's own means.
+func (r *runner) migrations(peer Peer, p planned) *step {
+	k := key{workload: p.workload, cache: CacheWarm, concurrency: 1, memory: p.memory, peer: PeerMigrate, metric: MetricFirst}
+	return &step{name: "QEMU's own restore", every: 1, do: func(ctx context.Context) error {
+		took, err := peer.Restore(ctx, "/")
+		switch {
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case err != nil:
+			r.fail(k, err)
+			return errCounted
+		}
+		r.add(k, ms(took))
+		return nil
+	}}
+}
+
+// step is one of those that take turns.
+type step struct {
+	name  string
+	every int // rounds for one sample
+	do    func(context.Context) error
+
+	taken, failed int      // samples, failures in a row
+	missed        []string // why the state was not in place, a line for each try
+}
+
+// What a step may miss before it is left out: states that were not in place,
+// at first and in all, and failures in a row.
+const (
+	firstMisses = 3
+	maxFailures = 3
+)
+
+// interleave lets the steps take turns until each has its samples, in another
+// order each round.
+func (r *runner) interleave(ctx context.Context, steps []*step) error {
+	for round := range r.opts.N {
+		order := rand.New(rand.NewPCG(1, uint64(round))).Perm(len(steps))
+		for _, i := range order {
+			st := steps[i]
+			if st == nil || round%st.every != 0 {
+				continue
+			}
+			r.say("round %d of %d: %s", round+1, r.opts.N, st.name)
+			if err := r.turn(ctx, st); err != nil {
+				return err
+			}
+			if st.failed >= maxFailures || st.taken == 0 && len(st.missed) >= firstMisses {
+				r.noteStep(st, "left out")
+				steps[i] = nil
+			}
+		}
+	}
+	for _, st := range steps {
+		if st != nil && len(st.missed) > 0 {
+			r.noteStep(st, fmt.Sprintf("%d tries do not count", len(st.missed)))
+		}
+	}
+	return nil
+}
+
+// noteStep notes what became of a step, and why.
+func (r *runner) noteStep(st *step, what string) {
+	reasons := slices.Compact(slices.Sorted(slices.Values(st.missed)))
+	if st.failed >= maxFailures {
+		reasons = append(reasons, fmt.Sprintf("it failed %d times in a row", st.failed))
+	}
+	r.note("%s: %s: %s", st.name, what, strings.Join(reasons, "; "))
+}
+
+// turn takes one sample of a step. It is repeated while its state was not in place.
+func (r *runner) turn(ctx context.Context, st *step) error {
+	for range firstMisses {
+		err := st.do(ctx)
+		missing, notThere := errors.AsType[notInPlace](err)
+		switch {
+		case err == nil:
+			st.taken, st.failed = st.taken+1, 0
+			return nil
+		case notThere:
+			st.missed = append(st.missed, missing.reason)
+		case errors.Is(err, errCounted):
+			st.failed++
+			return nil
+		default:
+			return err
+		}
+	}
+	return nil
+}
+
+// creations measures the creation of sandboxes, and holds it against cold boots.
+func (r *runner) creations(ctx context.Context) error {
+	var steps []*step
+	for _, memory := range r.opts.MemoryMiB {
+		// The first sandbox of a shape boots its base snapshot: that is not the subject.
+		r.say("%d MiB: prepare the shape", memory)
+		if _, err := r.timeCreate(ctx, memory, false); err != nil {
+			return err
+		}
+		for _, peer := range []string{PeerSelf, PeerBoot} {
+			k := key{workload: workloadShell, cache: CacheWarm, prefetch: peer == PeerSelf, concurrency: 1, memory: memory, peer: peer, metric: MetricCreate}
+			every := 1
+			if peer == PeerBoot {
+				every = 4
+			}
+			steps = append(steps, &step{name: fmt.Sprintf("create, %d MiB, %s", memory, peer), every: every, do: func(ctx context.Context) error {
+				took, err := r.timeCreate(ctx, memory, peer == PeerBoot)
+				switch {
+				case ctx.Err() != nil:
+					return ctx.Err()
+				case err != nil:
+					r.fail(k, err)
+					return errCounted
+				}
+				r.add(k, took)
+				return nil
+			}})
+		}
+	}
+	return errors.Join(r.interleave(ctx, steps), r.deleteAll(ctx))
+}
+
+// timeCreate measures from the create request to the answer of a first exec.
+func (r *runner) timeCreate(ctx context.Context, memory int, cold bool) (float64, error) {
+	begun := time.Now()
+	sb, err := r.create(ctx, memory, cold)
+	if err != nil {
+		return 0, err
+	}
+	_, err = r.target.Exec(ctx, sb.ID, api.ExecRequest{Cmd: []string{"/bin/true"}})
+	took := since(begun)
+	return took, errors.Join(err, r.delete(ctx, sb.ID))
+}

@@ -1,0 +1,216 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"time"
+
+	"github.com/hibernacle/hibernacle/api"
+)
+
+// inGuest tells whether a phase of a resume comes after the vCPUs run, or is
+// part of another phase.
+func inGuest(phase string) bool {
+	return strings.HasPrefix(phase, "guest_init") || strings.Contains(phase, ".")
+}
+
+// subject is a sandbox with a workload that runs in it.
+type subject struct {
+	*runner
+	workload workload
+	memory   int
+	id       string
+	pool     bool // the daemon's pool has VMMs for it
+	asleep   bool // it is in standby
+	before   *key // of the resume that it runs since, if that counts
+	seed     int
+}
+
+// warmups is how many times a subject is hibernated and resumed before it is
+// measured: the first puts its heap into a snapshot, and the working set is known after that.
+const warmups = 2
+
+// learnFor is how long a warm-up runs after its resume: the daemon records the
+// working set in that time.
+const learnFor = 3500 * time.Millisecond
+
+// newSubject makes a sandbox, prepares its workload and warms it up. It returns errAbsent
+// where the template lacks what the workload needs.
+func (r *runner) newSubject(ctx context.Context, w workload, memory, cycles int) (*subject, error) {
+	r.say("%s, %d MiB: prepare", w.name, memory)
+	sb, err := r.create(ctx, memory, false)
+	if err != nil {
+		return nil, err
+	}
+	s := &subject{runner: r, workload: w, memory: memory, id: sb.ID}
+	if err := w.prepare(ctx, r.target, s.id); err != nil {
+		return nil, errors.Join(err, r.delete(ctx, s.id))
+	}
+	if err := s.warmUp(ctx, cycles); err != nil {
+		return nil, errors.Join(err, r.delete(ctx, s.id))
+	}
+	return s, nil
+}
+
+// warmUp takes the subject through some cycles, and finds out whether there is
+// a pool for it.
+func (s *subject) warmUp(ctx context.Context, cycles int) error {
+	for range cycles {
+		begun := time.Now()
+		sb, err := s.target.HibernateWith(ctx, s.id, api.HibernateRequest{NoPark: true})
+		if err != nil {
+			return err
+		}
+		s.hibernated(s.workload.name, s.memory, since(begun), sb)
+		sb, err = s.target.ResumeWith(ctx, s.id, api.ResumeRequest{NoParked: true})
+		if err != nil {
+			return err
+		}
+		s.pool = s.pool || sb.LastResume != nil && sb.LastResume.Pooled
+		if err := s.ask(ctx); err != nil {
+			return err
+		}
+		if err := sleep(ctx, learnFor); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// ask makes the workload's request, a different one each time where that matters.
+func (s *subject) ask(ctx context.Context) error {
+	s.seed++
+	return s.workload.ask(ctx, s.target, s.id, s.seed)
+}
+
+// key returns the key of the subject's rows.
+func (s *subject) key(v variant, metric string) key {
+	k := key{workload: s.workload.name, cache: v.cache, prefetch: v.prefetch, concurrency: 1, memory: s.memory, peer: PeerSelf, metric: metric}
+	if v.pool && !s.pool {
+		k.cache += noPool
+	}
+	return k
+}
+
+// errCounted says that a try failed and was counted as that.
+var errCounted = errors.New("the try failed")
+
+// failed counts a failed try of k, unless it failed because ctx ended.
+func (s *subject) failed(ctx context.Context, k key, err error) error {
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	s.before = nil
+	s.fail(k, err)
+	return errCounted
+}
+
+// sample takes one sample of a variant. A notInPlace error says that there is
+// none because the state was not brought about, errCounted that it failed.
+func (s *subject) sample(ctx context.Context, v variant) error {
+	first := s.key(v, MetricFirst)
+	if v.cache == CacheAwake {
+		return s.awake(ctx, first)
+	}
+	sb, err := s.hibernate(ctx, v.park)
+	if err != nil {
+		return err
+	}
+	if err := v.arrange(ctx, s.target, sb); err != nil {
+		if _, ok := errors.AsType[notInPlace](err); ok {
+			return err
+		}
+		return s.failed(ctx, first, err)
+	}
+	took, err := s.wake(ctx, v, time.Now())
+	if err == nil {
+		sb, err = s.target.Get(ctx, s.id)
+	}
+	switch {
+	case err != nil:
+		return s.failed(ctx, first, err)
+	case sb.LastResume == nil:
+		return notInPlace{"the daemon does not report the resume"}
+	}
+	if reason := v.check(*sb.LastResume, v.pool && s.pool); reason != "" {
+		return notInPlace{reason}
+	}
+	s.record(v, took, *sb.LastResume)
+	return nil
+}
+
+// record adds what a resume took and reported.
+func (s *subject) record(v variant, took float64, report api.ResumeReport) {
+	s.add(s.key(v, MetricRunning), UntilRunning(report))
+	first := s.key(v, MetricFirst)
+	s.add(first, took)
+	s.with(first, func(x *series) {
+		x.fetched = append(x.fetched, float64(report.BytesFetched))
+		x.workingSet = append(x.workingSet, float64(report.WorkingSetBytes))
+	})
+	s.before = &first
+}
+
+// wake resumes the sandbox as v says, and returns the milliseconds from begun to
+// the answer of its workload.
+func (s *subject) wake(ctx context.Context, v variant, begun time.Time) (float64, error) {
+	if v.tier != "parked" { // that is woken by the request itself
+		if _, err := s.target.ResumeWith(ctx, s.id, v.resume); err != nil {
+			return 0, err
+		}
+	}
+	if err := s.ask(ctx); err != nil {
+		return 0, err
+	}
+	s.asleep = false
+	return since(begun), nil
+}
+
+// awake measures the request to the sandbox while it runs.
+func (s *subject) awake(ctx context.Context, k key) error {
+	s.before = nil // more than a first answer comes after the resume
+	for range 2 {  // the request and what it needs are warm afterwards
+		if err := s.ask(ctx); err != nil {
+			return s.failed(ctx, k, err)
+		}
+	}
+	s.asleep = false
+	begun := time.Now()
+	if err := s.ask(ctx); err != nil {
+		return s.failed(ctx, k, err)
+	}
+	s.add(k, since(begun))
+	return nil
+}
+
+// hibernate takes the subject to standby and measures that.
+func (s *subject) hibernate(ctx context.Context, park bool) (api.Sandbox, error) {
+	k := key{workload: s.workload.name, cache: CacheAwake, concurrency: 1, memory: s.memory, peer: PeerSelf, metric: MetricHibernate}
+	if s.asleep { // the last try ended half-way
+		if _, err := s.wake(ctx, variant{}, time.Now()); err != nil {
+			return api.Sandbox{}, s.failed(ctx, k, err)
+		}
+	}
+	begun := time.Now()
+	sb, err := s.target.HibernateWith(ctx, s.id, api.HibernateRequest{NoPark: !park})
+	took := since(begun)
+	if err != nil {
+		return sb, s.failed(ctx, k, err)
+	}
+	s.asleep = true
+	s.add(k, took)
+	s.hibernated(s.workload.name, s.memory, took, sb)
+	if w := workingSet(sb); w != nil && s.before != nil {
+		s.with(*s.before, func(x *series) { x.demand = append(x.demand, float64(w.Late+w.Missed)) })
+	}
+	s.before = nil
+	return sb, nil
+}
+
+func workingSet(sb api.Sandbox) *api.WorkingSetReport {
+	if sb.LastHibernate == nil {
+		return nil
+	}
+	return sb.LastHibernate.WorkingSet
+}
