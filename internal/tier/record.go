@@ -139,15 +139,8 @@ func (t *Tier) fetch(ctx context.Context, key string, limit int64) ([]byte, erro
 	return decode(o, key, limit)
 }
 
-// putEncoded puts what is in r into the remote store unless the key is taken:
-// then it is there already.
-func (t *Tier) putEncoded(ctx context.Context, key string, r io.Reader) error {
-	return t.putRemote(ctx, key, func(w io.Writer) error {
-		_, err := encode(w, r)
-		return err
-	})
-}
-
+// putRemote puts what write writes, the same at each call, into the remote store
+// unless the key is taken: then it is there already.
 func (t *Tier) putRemote(ctx context.Context, key string, write func(io.Writer) error) error {
 	_, err := t.cfg.Remote.Put(ctx, key, write)
 	if err != nil && !errors.Is(err, blob.ErrExist) {
@@ -167,7 +160,10 @@ func (t *Tier) putRecord(ctx context.Context, key string, r Replica, list string
 	if len(b) > maxRecord {
 		return fmt.Errorf("the record of sandbox %s has %d bytes, at most %d can be kept", r.Sandbox, len(b), maxRecord)
 	}
-	return t.putEncoded(ctx, key, bytes.NewReader(b))
+	return t.putRemote(ctx, key, func(w io.Writer) error {
+		_, err := encode(w, bytes.NewReader(b))
+		return err
+	})
 }
 
 // knowRecords makes sure that the remote store is this node's and that its

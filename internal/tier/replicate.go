@@ -286,7 +286,7 @@ func (o objects) sendPack(ctx context.Context, w io.Writer, p snapshot.Pack) err
 func recodePack(ctx context.Context, w io.Writer, object blob.Object, p snapshot.Pack, codec pack.Codec) error {
 	r, err := pack.Open(object, object.Size(), &p.Summary, nil)
 	if err == nil {
-		err = recode(ctx, w, r, codec)
+		_, err = pack.Recode(ctx, w, r, codec)
 	}
 	switch {
 	case errors.Is(err, pack.ErrCorrupt):

@@ -256,8 +256,8 @@ func newReceiver(dir string) *receiver {
 
 func (r *receiver) to() Receiver {
 	return Receiver{
-		Dir: func(name string, version int) string {
-			return filepath.Join(r.dir, fmt.Sprintf("%s-%d", name, version))
+		Dir: func(t Template) string {
+			return filepath.Join(r.dir, fmt.Sprintf("%s-%d", t.Name, t.Version))
 		},
 		Template: func(_ context.Context, t Template) error { r.templates[t.Name] = t; return nil },
 		Sandbox: func(_ context.Context, s Replica) error {
