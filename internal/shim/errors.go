@@ -46,6 +46,8 @@ func classify(err error) *Error {
 	switch {
 	case errors.As(err, &e):
 		code = e.Code
+	case errors.Is(err, blob.ErrUnavailable):
+		code = CodeUnavailable
 	case errors.Is(err, snapshot.ErrCorrupt), errors.Is(err, snapshot.ErrMissing):
 		code = CodeCorrupt
 	case errors.Is(err, blob.ErrNoSpace):
@@ -69,6 +71,8 @@ func (e *Error) status() int {
 		return http.StatusInsufficientStorage
 	case CodeGuest:
 		return http.StatusBadGateway
+	case CodeUnavailable:
+		return http.StatusServiceUnavailable
 	}
 	return http.StatusInternalServerError
 }

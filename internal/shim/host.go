@@ -10,11 +10,15 @@ import (
 	"path/filepath"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/hibernacle/hibernacle/internal/blob/disk"
+	"github.com/hibernacle/hibernacle/internal/blob/s3"
+	"github.com/hibernacle/hibernacle/internal/blob/wrap"
 	"github.com/hibernacle/hibernacle/internal/guestapi"
 	"github.com/hibernacle/hibernacle/internal/pager"
 	"github.com/hibernacle/hibernacle/internal/snapshot"
+	"github.com/hibernacle/hibernacle/internal/tier"
 	"github.com/hibernacle/hibernacle/internal/vmm"
 	"github.com/hibernacle/hibernacle/internal/vnet"
 )
@@ -28,6 +32,7 @@ type Config struct {
 	Driver      DriverConfig `json:"driver"`
 	Account     *Credential  `json:"account"`      // to change to once the pager is mounted; nil: stay
 	FullCapture bool         `json:"full_capture"` // the kernel does not report dirty pages rightly: save every page
+	Remote      *s3.Config   `json:"remote"`       // store of what is not in Store any more, with credentials that need not write; nil: there is none
 }
 
 // DriverConfig chooses and sets up the VMM driver.
@@ -50,6 +55,8 @@ type guestDialer interface {
 type host struct {
 	cfg     Config
 	driver  vmm.Driver
+	local   *disk.Store
+	remote  *remote // nil: there is none
 	repo    *snapshot.Repository
 	log     *slog.Logger
 	agent   *guestapi.Client
@@ -126,12 +133,29 @@ func (h *host) openStore() error {
 			return err
 		}
 	}
-	store, err := disk.Open(h.cfg.Store)
-	if err != nil {
+	var err error
+	if h.local, err = disk.Open(h.cfg.Store); err != nil {
 		return fmt.Errorf("open the store: %w", err)
 	}
-	h.repo = snapshot.NewRepository(store)
+	if h.cfg.Remote != nil {
+		if h.remote, err = openRemote(*h.cfg.Remote); err != nil {
+			return fmt.Errorf("open the remote store: %w", err)
+		}
+	}
+	h.repo = h.repository(0)
 	return nil
+}
+
+// repository returns the snapshots of both tiers; each request to the remote
+// store waits for delay first.
+func (h *host) repository(delay time.Duration) *snapshot.Repository {
+	switch {
+	case h.remote == nil:
+		return snapshot.NewRepository(h.local)
+	case delay > 0:
+		return snapshot.NewRepository(tier.ReadStore(h.local, wrap.Delay(h.remote, delay)))
+	}
+	return snapshot.NewRepository(tier.ReadStore(h.local, h.remote))
 }
 
 // begin waits until no other order is under way and checks the phase.
@@ -257,14 +281,18 @@ func (h *host) hasExited() bool {
 }
 
 // exitError says why an order failed whose machine ended meanwhile: where that
-// is due to a damaged object, the code says so.
+// is due to a damaged object, or to a remote store that did not answer, the
+// code says so.
 func (h *host) exitError() error {
 	<-h.exited
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	e := h.whyStopped()
-	if h.failure != nil && classify(h.failure).Code == CodeCorrupt {
-		e.Code = CodeCorrupt
+	if h.failure != nil {
+		switch code := classify(h.failure).Code; code {
+		case CodeCorrupt, CodeUnavailable:
+			e.Code = code
+		}
 	}
 	return e
 }

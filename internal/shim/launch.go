@@ -11,8 +11,11 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strings"
 	"syscall"
 	"time"
+
+	"github.com/hibernacle/hibernacle/internal/blob/s3"
 )
 
 // Credential is the account that shims and their VMMs run under.
@@ -44,6 +47,7 @@ type Launcher struct {
 	Account     *Credential // that shims change to; nil: that of this process
 	Driver      DriverConfig
 	FullCapture bool
+	Remote      *s3.Config // what shims read from the remote store with; nil: there is none
 }
 
 // Launch starts a shim for a new machine vm and returns when it takes orders.
@@ -61,7 +65,7 @@ func (l *Launcher) Launch(ctx context.Context, vm string) (*Client, error) {
 }
 
 func (l *Launcher) launch(ctx context.Context, vm, dir string) (*Client, error) {
-	cfg := Config{VM: vm, Dir: dir, Store: l.Store, Driver: l.Driver, Account: l.Account, FullCapture: l.FullCapture}
+	cfg := Config{VM: vm, Dir: dir, Store: l.Store, Driver: l.Driver, Account: l.Account, FullCapture: l.FullCapture, Remote: l.Remote}
 	text, err := json.Marshal(cfg)
 	if err != nil {
 		return nil, err
@@ -72,7 +76,8 @@ func (l *Launcher) launch(ctx context.Context, vm, dir string) (*Client, error) 
 		return nil, err
 	}
 	defer log.Close()
-	cmd := exec.Command(l.Binary, "shim", string(text))
+	cmd := exec.Command(l.Binary, "shim", dir) // the argument is for people who look at processes
+	cmd.Env = environment(os.Environ())
 	cmd.Stderr = log
 	cmd.Dir = dir
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
@@ -81,9 +86,11 @@ func (l *Launcher) launch(ctx context.Context, vm, dir string) (*Client, error) 
 			return nil, err
 		}
 	}
-	// The shim reads its end of the lifeline to the end; nothing is ever
-	// written. It answers "ready" on its standard output.
-	if _, err := cmd.StdinPipe(); err != nil {
+	// The configuration is the only thing that is ever written to the lifeline,
+	// which the shim then reads to its end: command lines are seen by everybody,
+	// and it may hold secrets. The shim answers "ready" on its standard output.
+	lifeline, err := cmd.StdinPipe()
+	if err != nil {
 		return nil, err
 	}
 	ready, err := cmd.StdoutPipe()
@@ -94,6 +101,7 @@ func (l *Launcher) launch(ctx context.Context, vm, dir string) (*Client, error) 
 		return nil, err
 	}
 	stop := context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() })
+	_, _ = lifeline.Write(text) // a shim that does not take it does not get ready
 	answer, _ := io.ReadAll(io.LimitReader(ready, 64))
 	stopped := stop()
 	if !bytes.Equal(answer, readyAnswer) || !stopped {
@@ -116,6 +124,14 @@ func (l *Launcher) launch(ctx context.Context, vm, dir string) (*Client, error) 
 		return nil, errors.Join(err, client.Release(ctx))
 	}
 	return client, nil
+}
+
+// environment returns a daemon's environment without what grants access to
+// stores: neither a shim, which is told, nor its VMM shall have that.
+func environment(all []string) []string {
+	return slices.DeleteFunc(slices.Clone(all), func(v string) bool {
+		return strings.HasPrefix(v, "AWS_") || strings.HasPrefix(v, "HIB_STORE_")
+	})
 }
 
 // readyAnswer is what a shim prints when it takes orders.

@@ -24,7 +24,7 @@ func TestMain(m *testing.M) {
 	var err error
 	switch {
 	case len(os.Args) == 3 && os.Args[1] == "shim":
-		err = runChild(os.Args[2])
+		err = runChild()
 	case len(os.Args) == 5 && os.Args[1] == "daemon":
 		err = runDaemon(os.Args[2], os.Args[3], os.Args[4] == "true")
 	case len(os.Args) == 4 && os.Args[1] == "headless":
@@ -106,7 +106,7 @@ func runStuck(dir string) error {
 
 // runChild is Run with the fake driver. Each step of a machine leaves a file
 // in the machine's folder, see passed. SIGUSR1 crashes the machine.
-func runChild(config string) error {
+func runChild() error {
 	d := newDriver()
 	d.on = func(m *machine, step string) error {
 		return os.WriteFile(filepath.Join(m.dir, "passed-"+step), nil, 0o600)
@@ -120,7 +120,7 @@ func runChild(config string) error {
 			}
 		}
 	}()
-	return run(context.Background(), config, func(DriverConfig) vmm.Driver { return d })
+	return run(context.Background(), func(DriverConfig) vmm.Driver { return d })
 }
 
 // loseHead ends the first thread of this process and keeps the others.

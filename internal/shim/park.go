@@ -146,6 +146,7 @@ func (r *StartReport) subtract(before StartReport) {
 	r.BytesRead -= before.BytesRead
 	r.Faults -= before.Faults
 	r.PrefetchedBytes -= before.PrefetchedBytes
+	r.BytesFetched -= before.BytesFetched
 }
 
 // privateMemory returns the bytes of memory that only these processes use:

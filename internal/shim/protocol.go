@@ -198,11 +198,16 @@ type Error struct {
 
 // Codes of errors that callers act on.
 const (
-	CodeInvalid  = "invalid"  // the order does not fit the phase or is malformed
-	CodeRefused  = "refused"  // the attempt was thawed before
-	CodeStopped  = "stopped"  // the machine ended
-	CodeCorrupt  = "corrupt"  // an object of the store is damaged or missing; the message names it
-	CodeNoSpace  = "no_space" // the disk is full
+	CodeInvalid = "invalid"  // the order does not fit the phase or is malformed
+	CodeRefused = "refused"  // the attempt was thawed before
+	CodeStopped = "stopped"  // the machine ended
+	CodeCorrupt = "corrupt"  // an object of the store is damaged or missing; the message names it
+	CodeNoSpace = "no_space" // the disk is full
+
+	// CodeUnavailable says that the remote store could not be asked for what the
+	// machine needs: another try may succeed.
+	CodeUnavailable = "unavailable"
+
 	CodeMismatch = "mismatch" // the compatibility keys differ
 	CodeGuest    = "guest"    // the agent failed or did not answer in time
 	CodeFailed   = "failed"   // anything else

@@ -24,16 +24,16 @@ func NewDriver(cfg DriverConfig) *qemu.Driver {
 	})
 }
 
-// Run is the whole of "hib shim CONFIG", where config is a Config as JSON.
-// Standard input is the lifeline, standard output tells when the shim is ready.
-func Run(ctx context.Context, config string) error {
-	return run(ctx, config, func(cfg DriverConfig) vmm.Driver { return NewDriver(cfg) })
+// Run is the whole of "hib shim". Standard input brings a Config as JSON and is
+// the lifeline from then on, standard output tells when the shim is ready.
+func Run(ctx context.Context) error {
+	return run(ctx, func(cfg DriverConfig) vmm.Driver { return NewDriver(cfg) })
 }
 
-func run(ctx context.Context, config string, newDriver func(DriverConfig) vmm.Driver) error {
+func run(ctx context.Context, newDriver func(DriverConfig) vmm.Driver) error {
 	var cfg Config
-	if err := json.Unmarshal([]byte(config), &cfg); err != nil {
-		return fmt.Errorf("shim: configuration: %w", err)
+	if err := json.NewDecoder(os.Stdin).Decode(&cfg); err != nil {
+		return fmt.Errorf("shim: read the configuration from standard input: %w", err)
 	}
 	log := slog.New(slog.NewJSONHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn})).With("vm", cfg.VM)
 	ctx, stop := signal.NotifyContext(ctx, syscall.SIGTERM)

@@ -157,7 +157,7 @@ func (h *host) wake(ctx context.Context, req ResumeRequest) (StartReport, error)
 // bind opens the snapshot, checks that this machine can load it and gives its
 // memory to the pager. It returns the device state.
 func (h *host) bind(ctx context.Context, req ResumeRequest) ([]byte, error) {
-	snap, err := h.repo.Open(ctx, req.Snapshot)
+	snap, err := h.repository(req.StoreDelay).Open(ctx, req.Snapshot)
 	if err != nil {
 		return nil, err
 	}
@@ -207,7 +207,11 @@ func (h *host) welcome(ctx context.Context, init guestapi.InitRequest, watch *st
 // counters returns what a report counts, as it is now.
 func (h *host) counters() StartReport {
 	stats := h.slot.Stats()
-	return StartReport{BytesRead: stats.BytesRead, Faults: stats.Reads, PrefetchedBytes: h.workset.prefetched.Load()}
+	r := StartReport{BytesRead: stats.BytesRead, Faults: stats.Reads, PrefetchedBytes: h.workset.prefetched.Load()}
+	if h.remote != nil {
+		r.BytesFetched, r.Remote = h.remote.fetched.Load(), h.remote.opened.Load() > 0
+	}
+	return r
 }
 
 // initGuest calls the agent's init until it is there to answer. The clock that
