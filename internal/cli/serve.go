@@ -13,10 +13,11 @@ import (
 )
 
 type serveOptions struct {
-	config      daemon.Config
-	guestMemory string
-	logFormat   string
-	logLevel    string
+	config       daemon.Config
+	guestMemory  string
+	parkedMemory string
+	logFormat    string
+	logLevel     string
 }
 
 func newServeCommand(a *app) *cobra.Command {
@@ -38,6 +39,8 @@ The API key is made at the first start and kept in the data folder.`,
 	f.StringVar(&o.config.CPUModel, "cpu-model", "", "named CPU model of the guests (default: one that suits the accelerator)")
 	f.StringVar(&o.config.Cache, "cache", "", "`FOLDER` for what template builds download (default: one in the data folder)")
 	f.StringVar(&o.guestMemory, "guest-memory", "", "`SIZE` of the memory for guests that run, such as 12G, or none for no limit (default: the host's without 1 GiB or a tenth)")
+	f.StringVar(&o.parkedMemory, "parked-memory", "", "`SIZE` of the memory that paused machines of sandboxes in standby may take up, 0 for none (default: an eighth of the host's)")
+	f.IntVar(&o.config.Pool, "pool", 2, "`NUMBER` of machines that are kept ready for the next start")
 	f.IntVar(&o.config.DiskReserve, "disk-reserve", 25, "`PERCENT` of the memory of guests that run; so much of the disk stays free for their hibernations")
 	f.StringVar(&o.logFormat, "log-format", daemon.LogText, "text or json")
 	f.StringVar(&o.logLevel, "log-level", "info", "debug, info, warn or error")
@@ -55,6 +58,9 @@ func runServe(ctx context.Context, a *app, o serveOptions) error {
 	}
 	c := o.config
 	if c.GuestMemory, err = guestMemory(o.guestMemory); err != nil {
+		return err
+	}
+	if c.ParkedMemory, err = parkedMemory(o.parkedMemory); err != nil {
 		return err
 	}
 	c.Log, c.Version = log, a.Version
@@ -79,6 +85,21 @@ func guestMemory(flag string) (int64, error) {
 	n, err := parseSize(flag)
 	if err != nil || n == 0 {
 		return 0, usagef("--guest-memory %q: it must be a size such as 12G or 512M, or none", flag)
+	}
+	return n, nil
+}
+
+// parkedMemory reads the flag of that name.
+func parkedMemory(flag string) (int64, error) {
+	if flag == "" {
+		return 0, nil
+	}
+	n, err := parseSize(flag)
+	switch {
+	case err != nil:
+		return 0, usagef("--parked-memory %q: it must be a size such as 2G or 512M, or 0", flag)
+	case n == 0:
+		return daemon.NoParking, nil
 	}
 	return n, nil
 }

@@ -24,22 +24,30 @@ const (
 
 // Config is what a daemon is started with.
 type Config struct {
-	Data        string       // data folder, made if it is missing
-	Listen      string       // TCP address, port 0 takes a free one
-	User        string       // account for shims and VMMs; "" is the default one (see Account)
-	Accel       string       // "kvm", "tcg" or "" for what the host has
-	CPUModel    string       // named CPU model of the guests, "" for the default
-	Cache       string       // folder for what template builds download; "" is one in the data folder
-	GuestMemory int64        // bytes that may be promised to guests that run; 0 is what the host has without a reserve, NoLimit any
-	DiskReserve int          // percent of the RAM of guests that run; so much of the disk is kept free for their hibernations
-	WrapVMM     []string     // command that the VMM is started by, for tests
-	Version     string       // of this build
-	Program     string       // this program's file, which shims are started from
-	Log         *slog.Logger // must be set
+	Data         string       // data folder, made if it is missing
+	Listen       string       // TCP address, port 0 takes a free one
+	User         string       // account for shims and VMMs; "" is the default one (see Account)
+	Accel        string       // "kvm", "tcg" or "" for what the host has
+	CPUModel     string       // named CPU model of the guests, "" for the default
+	Cache        string       // folder for what template builds download; "" is one in the data folder
+	GuestMemory  int64        // bytes that may be promised to guests that run; 0 is what the host has without a reserve, NoLimit any
+	ParkedMemory int64        // bytes that parked machines may take up; 0 is an eighth of the host's memory, NoParking none
+	Pool         int          // machines that are kept ready for the next start
+	DiskReserve  int          // percent of the RAM of guests that run; so much of the disk is kept free for their hibernations
+	WrapVMM      []string     // command that the VMM is started by, for tests
+	Version      string       // of this build
+	Program      string       // this program's file, which shims are started from
+	Log          *slog.Logger // must be set
 }
 
 // NoLimit is the Config.GuestMemory that promises guests whatever they ask for.
 const NoLimit = -1
+
+// NoParking is the Config.ParkedMemory that has every machine end with its hibernation.
+const NoParking = -1
+
+// maxPool bounds the machines that are kept ready.
+const maxPool = 64
 
 // NewLog returns a logger for the daemon that writes lines of the format
 // LogText or LogJSON.
@@ -66,6 +74,9 @@ func (c Config) check() error {
 	case "", "kvm", "tcg":
 	default:
 		return fmt.Errorf("accelerator %q: it must be kvm or tcg", c.Accel)
+	}
+	if c.Pool < 0 || c.Pool > maxPool {
+		return fmt.Errorf("a pool of %d machines: it must be 0 to %d", c.Pool, maxPool)
 	}
 	if c.DiskReserve < 0 || c.DiskReserve > 100 {
 		return fmt.Errorf("disk reserve of %d percent: it must be 0 to 100", c.DiskReserve)

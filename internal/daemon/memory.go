@@ -18,24 +18,57 @@ import (
 // the daemon, the page cache of snapshots and whatever else runs need them.
 func hostReserve(memory int64) int64 { return max(1<<30, memory/10) }
 
-// guestMemory returns how many bytes may be promised to guests where nobody
-// says: the memory of the host, or of this process's cgroup if that is less,
-// without hostReserve.
-func guestMemory() (int64, error) {
+// hostMemory returns the bytes of memory of the host, or of this process's
+// cgroup if that is less.
+func hostMemory() (int64, error) {
 	var info unix.Sysinfo_t
 	if err := unix.Sysinfo(&info); err != nil {
-		return 0, fmt.Errorf("find out the host's memory: %w; set hib serve --guest-memory", err)
+		return 0, fmt.Errorf("find out the host's memory: %w", err)
 	}
 	memory := int64(info.Totalram) * int64(info.Unit)
 	limit, err := cgroupMemory("/")
 	if err != nil {
-		return 0, fmt.Errorf("find out the memory limit of this cgroup: %w; set hib serve --guest-memory", err)
+		return 0, fmt.Errorf("find out the memory limit of this cgroup: %w", err)
 	}
 	if limit > 0 {
 		memory = min(memory, limit)
 	}
+	return memory, nil
+}
+
+// guestMemory returns how many of so many bytes of the host's may be promised
+// to guests where nobody says: all without hostReserve.
+func guestMemory(memory int64) int64 {
 	// What is left on a host that small is for whoever wants to try.
-	return max(memory-hostReserve(memory), memory/4), nil
+	return max(memory-hostReserve(memory), memory/4)
+}
+
+// memoryLimits returns how many bytes may be promised to guests that run and
+// taken up by parked machines, 0 for no limit of the former and none of the
+// latter, and how to tell that the host is short of memory.
+func memoryLimits(c Config) (guests, parked int64, p pressure, err error) {
+	memory, err := hostMemory()
+	switch {
+	case err == nil:
+	case c.GuestMemory == 0:
+		return 0, 0, p, fmt.Errorf("%w; set hib serve --guest-memory", err)
+	case c.ParkedMemory == 0:
+		return 0, 0, p, fmt.Errorf("%w; set hib serve --parked-memory", err)
+	}
+	guests, parked = c.GuestMemory, c.ParkedMemory
+	switch guests {
+	case NoLimit:
+		guests = 0
+	case 0:
+		guests = guestMemory(memory)
+	}
+	switch parked {
+	case NoParking:
+		parked = 0
+	case 0:
+		parked = memory / 8
+	}
+	return guests, parked, newPressure(memory), nil
 }
 
 // cgroupMemory returns the lowest memory limit of the cgroups that this

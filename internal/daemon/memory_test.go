@@ -42,10 +42,27 @@ func TestCgroupMemory(t *testing.T) {
 	}
 }
 
-func TestGuestMemory(t *testing.T) {
-	n, err := guestMemory()
-	if err != nil || n <= 0 {
-		t.Errorf("%d, %v", n, err)
+func TestMemoryLimits(t *testing.T) {
+	memory, err := hostMemory()
+	if err != nil || memory <= 0 {
+		t.Fatalf("%d, %v", memory, err)
+	}
+	for _, tt := range []struct {
+		name           string
+		config         Config
+		guests, parked int64
+	}{
+		{"defaults", Config{}, guestMemory(memory), memory / 8},
+		{"set", Config{GuestMemory: 100, ParkedMemory: 10}, 100, 10},
+		{"off", Config{GuestMemory: NoLimit, ParkedMemory: NoParking}, 0, 0},
+	} {
+		guests, parked, p, err := memoryLimits(tt.config)
+		if p.trigger != nil {
+			_ = p.trigger.Close()
+		}
+		if err != nil || guests != tt.guests || parked != tt.parked {
+			t.Errorf("%s: guests %d, parked %d, %v; want %d and %d", tt.name, guests, parked, err, tt.guests, tt.parked)
+		}
 	}
 	for memory, want := range map[int64]int64{4 << 30: 1 << 30, 100 << 30: 10 << 30} {
 		if got := hostReserve(memory); got != want {

@@ -46,14 +46,9 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 	if err != nil {
 		return nil, api.Version{}, fmt.Errorf("%w; hib doctor checks this host", err)
 	}
-	memory := c.GuestMemory
-	switch memory {
-	case NoLimit:
-		memory = 0
-	case 0:
-		if memory, err = guestMemory(); err != nil {
-			return nil, api.Version{}, err
-		}
+	guests, parked, pressure, err := memoryLimits(c)
+	if err != nil {
+		return nil, api.Version{}, err
 	}
 	store, err := disk.Open(f.Store)
 	if err != nil {
@@ -86,7 +81,8 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 		Build:        template.Options{CacheDir: f.Cache, GuestBinary: filepath.Join(filepath.Dir(c.Program), guestProgram)},
 		Console:      func(name string) string { return filepath.Join(f.Logs, name+".log") },
 		FreeBytes:    func() (int64, error) { return freeBytes(f.Store) },
-		GuestMemory:  memory, HibernateShare: c.DiskReserve,
+		GuestMemory:  guests, HibernateShare: c.DiskReserve,
+		Pool: c.Pool, ParkedMemory: parked, Pressure: pressure.watch, LowMemory: pressure.isLow,
 		CheckEgress: func(allow, deny []string) error {
 			_, err := vnet.ParsePolicy(allow, deny)
 			return err

@@ -86,10 +86,6 @@ func (c *Core) tryAdmit(holder, what string, shape vmm.Shape) (room int64, err e
 	return room, nil
 }
 
-// reclaim makes caches of memory shrink to what the promises leave of the
-// host's. Nothing is cached.
-func (c *Core) reclaim(int64) {}
-
 // diskReserve returns the free space in bytes that guests with so much RAM
 // need to be able to hibernate.
 func (c *Core) diskReserve(ram int64) int64 {
@@ -151,7 +147,7 @@ func (e *entry) holdsMachine() bool {
 	case e.gone:
 		return false
 	case e.rec.State == StateStandby, e.rec.State == StateFailed:
-		return e.rec.Handle != nil
+		return e.rec.Handle != nil && e.parked == nil
 	}
 	return true
 }

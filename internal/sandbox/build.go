@@ -72,6 +72,7 @@ func (c *Core) BuildTemplate(ctx context.Context, o BuildOptions, progress func(
 		return Template{}, stepError(causeOf(ctx, err), "template %s was not built", o.Name)
 	}
 	c.pruneLater(o.Name)
+	c.seedPool()
 	return c.Template(ctx, o.Name)
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -36,6 +37,10 @@ var operations = map[string]func(h *host, id string) error{
 		_, err := h.core.Resume(h.t.Context(), id, sandbox.ResumeOptions{})
 		return err
 	},
+	"resume not parked": func(h *host, id string) error {
+		_, err := h.core.Resume(h.t.Context(), id, sandbox.ResumeOptions{NoParked: true})
+		return err
+	},
 	"delete": func(h *host, id string) error { return h.core.Delete(h.t.Context(), id) },
 	"create": func(h *host, _ string) error {
 		_, err := h.core.Create(h.t.Context(), sandbox.CreateOptions{Name: "other"})
@@ -54,39 +59,42 @@ var operations = map[string]func(h *host, id string) error{
 // TestEveryStep does every operation with every fault at every step of it,
 // before and after the effect, and looks at what is left.
 func TestEveryStep(t *testing.T) {
-	for opName := range operations {
-		for faultName := range faults {
-			t.Run(opName+"/"+faultName, func(t *testing.T) {
-				for n := 1; ; n++ {
-					if n > 200 {
-						t.Fatal("the operation has no end")
+	for variant, options := range variants {
+		for opName := range operations {
+			for faultName := range faults {
+				t.Run(variant+"/"+opName+"/"+faultName, func(t *testing.T) {
+					for n := 1; ; n++ {
+						if n > 200 {
+							t.Fatal("the operation has no end")
+						}
+						if !faultAtStep(t, options, opName, faultName, n) {
+							t.Logf("%d steps", n-1)
+							return
+						}
 					}
-					if !faultAtStep(t, opName, faultName, n) {
-						t.Logf("%d steps", n-1)
-						return
-					}
-				}
-			})
+				})
+			}
 		}
 	}
 }
 
 // faultAtStep returns false if the operation has fewer than n steps.
-func faultAtStep(t *testing.T, opName, faultName string, n int) (reached bool) {
+func faultAtStep(t *testing.T, options []func(*sandbox.Config), opName, faultName string, n int) (reached bool) {
 	fault := faults[faultName]
 	ok := t.Run(fmt.Sprint(n), func(t *testing.T) {
-		h := newHost(t)
+		h := newHost(t, options...)
 		s := h.create(sandbox.CreateOptions{Name: "anna"})
 		h.ask(s.ID, "set old")
 		h.hibernate(s.ID)
 		memory := "old"
-		if opName != "resume" {
+		if !strings.HasPrefix(opName, "resume") {
 			h.ask(s.ID, "set new")
 			memory = "new"
 		}
+		h.filled()
 		var steps atomic.Int64
 		h.hook.set(func(_ context.Context, step sandboxtest.Step) error {
-			if step.Name == "delete" || step.Name == "collect" {
+			if step.Name == "delete" || step.Name == "collect" || ofThePool(step) {
 				return nil // of the background
 			}
 			if steps.Add(1) != int64(n) {
@@ -212,12 +220,11 @@ func checkAll(h *host) {
 			h.t.Fatal(err)
 		}
 	}
-	if m := h.w.Machines(); len(m) != 0 {
-		h.t.Fatalf("machines are left: %v", m)
-	}
+	wait(h.t, "no machine is left but those of the pool", func() bool { return len(h.w.Machines()) == h.w.Waiting() })
 	if err := h.core.RemoveTemplate(ctx, "base"); err != nil {
 		h.t.Fatal(err)
 	}
+	wait(h.t, "no machine is left", func() bool { return len(h.w.Machines()) == 0 })
 	if _, err := h.core.Collect(ctx); err != nil {
 		h.t.Fatal(err)
 	}
@@ -229,7 +236,12 @@ func checkAll(h *host) {
 // TestCrashUnderLoad kills the daemon, or cuts the power, while many sandboxes
 // hibernate and wake: what was acknowledged is there, to the word.
 func TestCrashUnderLoad(t *testing.T) {
-	h := newHost(t)
+	for variant, options := range variants {
+		t.Run(variant, func(t *testing.T) { crashUnderLoad(t, newHost(t, options...)) })
+	}
+}
+
+func crashUnderLoad(t *testing.T, h *host) {
 	const sandboxes, rounds = 8, 30
 	known := make([]modelled, sandboxes)
 	ids := make([]string, sandboxes)

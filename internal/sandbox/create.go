@@ -119,14 +119,23 @@ func (c *Core) create(ctx context.Context, rec record, boot bool) (Sandbox, erro
 
 // establish records a sandbox and starts it, or takes it back.
 func (c *Core) establish(ctx context.Context, e *entry, boot bool) error {
-	begun := time.Now()
+	defer c.pool.hold()()
+	begun, from := time.Now(), originFresh
+	if boot {
+		from = originBoot
+	}
 	err := c.admit(e.id, "a new sandbox", e.rec.Shape)
+	if err == nil && !boot {
+		if _, ok := c.takePooled(e); ok {
+			from = originPool
+		}
+	}
 	if err == nil {
 		err = c.recordNew(ctx, e)
 	}
 	if err == nil {
 		points := startPoints{fpCreateRecorded, fpCreateLaunched, fpCreateHandle, fpCreatePrepared, fpCreateRunning}
-		err = c.start(ctx, e, points, begun, boot)
+		err = c.start(ctx, e, startRequest{from: from, points: points, at: begun})
 	}
 	if err == nil {
 		return nil
@@ -144,7 +153,8 @@ func (c *Core) establish(ctx context.Context, e *entry, boot bool) error {
 	return stepError(err, "sandbox %s was not created", e.id)
 }
 
-// recordNew writes the first records of a sandbox: its name, then itself.
+// recordNew writes the first records of a sandbox: its name, then itself with
+// the machine that is attached.
 func (c *Core) recordNew(ctx context.Context, e *entry) error {
 	if name := e.rec.Name; name != "" {
 		short, cancel := c.short(ctx)
@@ -157,7 +167,11 @@ func (c *Core) recordNew(ctx context.Context, e *entry) error {
 			return stepError(err, "record the name %s", name)
 		}
 	}
-	return c.change(ctx, e, func(*record) {})
+	return c.change(ctx, e, func(r *record) {
+		if e.vm != nil {
+			r.bind(e.vm.Handle())
+		}
+	})
 }
 
 func nameTaken(name string) error {

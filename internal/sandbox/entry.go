@@ -22,6 +22,7 @@ type entry struct {
 	rev       uint64 // of rec in the catalog, 0: not there yet
 	vm        VM     // of the shim that rec.Handle names, nil if there is none or it is not connected
 	unwatch   context.CancelFunc
+	parked    *parked    // vm is parked; nil otherwise
 	op        *operation // the one whose turn it is
 	doomed    int        // deletions that wait for their turn
 	dials     int        // requests that want to connect: while there is one, no hibernation is committed
@@ -54,7 +55,9 @@ func newEntry(rec record, rev uint64) *entry {
 func (e *entry) view() Sandbox {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return e.rec.view()
+	s := e.rec.view()
+	s.Parked = e.parked != nil
+	return s
 }
 
 // ready returns the machine if requests may go to it now, else nil.
@@ -119,7 +122,7 @@ func (e *entry) attach(vm VM) {
 func (e *entry) detach() VM {
 	e.mu.Lock()
 	vm, unwatch := e.vm, e.unwatch
-	e.vm, e.unwatch = nil, nil
+	e.vm, e.unwatch, e.parked = nil, nil, nil
 	e.mu.Unlock()
 	if unwatch != nil {
 		unwatch()

@@ -21,8 +21,17 @@ type Evicted struct {
 // Evict lets go of cached copies of what a sandbox in standby is resumed from.
 // Nothing is lost by it.
 func (c *Core) Evict(ctx context.Context, id string, o EvictOptions) (Evicted, error) {
-	if _, err := c.find(id); err != nil {
+	e, err := c.find(id)
+	if err != nil {
 		return Evicted{}, err
+	}
+	if o.Parked {
+		if err := c.evictParked(ctx, e); err != nil {
+			return Evicted{}, err
+		}
+	}
+	if !o.PageCache && !o.Local {
+		return Evicted{}, nil
 	}
 	return Evicted{}, &Error{Kind: errors.ErrUnsupported, Message: "eviction"}
 }

@@ -3,6 +3,7 @@ package sandbox_test
 import (
 	"context"
 	"errors"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -25,6 +26,28 @@ type host struct {
 	d    *sandboxtest.Daemon
 	core *sandbox.Core
 	hook *hook
+
+	options []func(*sandbox.Config) // of every daemon
+}
+
+// fast has a core keep machines ready and park others.
+func fast(c *sandbox.Config) { c.Pool, c.ParkedMemory = 2, 16*sandboxtest.ParkedBytes }
+
+// variants are the configurations that whatever holds must hold in.
+var variants = map[string][]func(*sandbox.Config){"plain": nil, "pool and parked": {fast}}
+
+// filled waits until the pool is full, if there is one.
+func (h *host) filled() {
+	h.t.Helper()
+	if len(h.options) > 0 {
+		wait(h.t, "the pool is full", func() bool { return h.w.Waiting() == 2 })
+	}
+}
+
+// ofThePool reports whether a step is taken in the background, to fill or to
+// empty the pool.
+func ofThePool(s sandboxtest.Step) bool {
+	return strings.HasPrefix(s.VM, "pool-") && s.Owner == "" && s.Name != "resume"
 }
 
 // hook lets a test change what happens at a step while the core runs. Once set
@@ -51,7 +74,7 @@ func (h *hook) call(ctx context.Context, s sandboxtest.Step) error {
 
 func newHost(t testing.TB, options ...func(*sandbox.Config)) *host {
 	t.Helper()
-	h := &host{t: t, w: sandboxtest.NewWorld(t)}
+	h := &host{t: t, w: sandboxtest.NewWorld(t), options: options}
 	h.boot(options...)
 	if _, err := h.core.BuildTemplate(t.Context(), sandbox.BuildOptions{}, nil); err != nil {
 		t.Fatal(err)
@@ -92,7 +115,7 @@ func (h *host) crash(between ...func()) {
 	for _, f := range between {
 		f()
 	}
-	h.boot()
+	h.boot(h.options...)
 }
 
 func (h *host) create(o ...sandbox.CreateOptions) sandbox.Sandbox {

@@ -38,7 +38,7 @@ func (c *Core) Hibernate(ctx context.Context, id string, o HibernateOptions) (Sa
 			return conflict("", "sandbox %s is %s", e.id, e.rec.State)
 		}
 		begun := time.Now()
-		err := c.hibernate(ctx, e, op, begun)
+		err := c.hibernate(ctx, e, op, o, begun)
 		report := HibernateReport{TotalMS: since(begun)}
 		if err == nil {
 			report = *e.rec.LastHibernate
@@ -50,7 +50,7 @@ func (c *Core) Hibernate(ctx context.Context, id string, o HibernateOptions) (Sa
 }
 
 // hibernate takes and commits a snapshot of a running sandbox, or leaves it running.
-func (c *Core) hibernate(ctx context.Context, e *entry, op *operation, begun time.Time) error {
+func (c *Core) hibernate(ctx context.Context, e *entry, op *operation, o HibernateOptions, begun time.Time) error {
 	if e.wanted() {
 		return stepError(errRequest, "sandbox %s did not hibernate and runs on", e.id)
 	}
@@ -68,7 +68,7 @@ func (c *Core) hibernate(ctx context.Context, e *entry, op *operation, begun tim
 	}
 	report, err := c.capture(ctx, e)
 	if err == nil && e.tooLate(ctx, op) {
-		if err = c.commit(ctx, e, report, begun); err == nil || e.rec.State != StateHibernating || e.unsettled {
+		if err = c.commit(ctx, e, o, report, begun); err == nil || e.rec.State != StateHibernating || e.unsettled {
 			return err
 		}
 	}
@@ -113,8 +113,8 @@ func (c *Core) capture(ctx context.Context, e *entry) (shim.CaptureReport, error
 }
 
 // commit passes the commit point of a hibernation whose snapshot is sealed,
-// and cleans up behind it. Only a change that failed is an error.
-func (c *Core) commit(ctx context.Context, e *entry, sealed shim.CaptureReport, begun time.Time) error {
+// and parks or ends the machine. Only a change that failed is an error.
+func (c *Core) commit(ctx context.Context, e *entry, o HibernateOptions, sealed shim.CaptureReport, begun time.Time) error {
 	parent := e.rec.Snapshot
 	report := HibernateReport{PauseMS: sealed.PauseMS, Phases: map[string]float64{}, Warnings: sealed.Warnings}
 	for name, ms := range sealed.Phases {
@@ -133,15 +133,18 @@ func (c *Core) commit(ctx context.Context, e *entry, sealed shim.CaptureReport, 
 	if err := failpoint.Hit(ctx, fpHibernateCommitted); err != nil {
 		return nil // committed is committed; the shim is ended at the next resume
 	}
-	releasing := time.Now()
-	err = c.end(ctx, e)
-	done := report.with("commit", commitMS, "release", since(releasing))
+	leaving, step := time.Now(), "park"
+	bound, ended := e.rec.Bound, false
+	if o.NoPark || !c.park(ctx, e) {
+		step, err = "release", c.end(ctx, e)
+		ended = err == nil
+	}
+	done := report.with("commit", commitMS, step, since(leaving))
 	done.TotalMS = totalMS
-	ended := err == nil
 	if recErr := c.change(ctx, e, func(r *record) {
 		r.LastHibernate = &done
 		if ended {
-			r.Handle = nil
+			r.unbind()
 		}
 	}); err == nil {
 		err = recErr
@@ -150,7 +153,7 @@ func (c *Core) commit(ctx context.Context, e *entry, sealed shim.CaptureReport, 
 		c.log.Warn("clearing up after a hibernation is put off", keySandbox, e.id, keyError, err)
 	}
 	if parent != nil {
-		c.trash.add(parent.ID)
+		c.trash.add(parent.ID, bound)
 	}
 	if err := failpoint.Hit(ctx, fpHibernateReleased); err != nil {
 		c.log.Warn("failpoint", keySandbox, e.id, keyError, err)
@@ -184,7 +187,7 @@ func (c *Core) conclude(ctx context.Context, e *entry, cancelled bool) error {
 	case st.Phase == shim.PhaseStopped:
 		return c.concludeDead(ctx, e, exitReason(st))
 	case st.Phase == shim.PhaseSealed && st.Attempt == e.rec.Attempt && st.Captured != nil && st.Captured.Snapshot.ID == e.rec.Pending && !cancelled:
-		return c.commit(ctx, e, lateReport(*st.Captured), time.Now())
+		return c.commit(ctx, e, HibernateOptions{}, lateReport(*st.Captured), time.Now())
 	}
 	pending, attempt := e.rec.Pending, e.rec.Attempt
 	// Running is recorded before the guest runs: once it has run, the snapshot
@@ -206,7 +209,7 @@ func (c *Core) concludeDead(ctx context.Context, e *entry, reason string) error 
 	if err == nil {
 		var meta snapshot.Metadata
 		if meta, err = c.cfg.Snapshots.Metadata(ctx, ref); err == nil {
-			return c.commit(ctx, e, lateReport(shim.CaptureReport{Snapshot: ref, Metadata: meta}), time.Now())
+			return c.commit(ctx, e, HibernateOptions{}, lateReport(shim.CaptureReport{Snapshot: ref, Metadata: meta}), time.Now())
 		}
 	}
 	if !errors.Is(err, snapshot.ErrMissing) && !errors.Is(err, snapshot.ErrCorrupt) {

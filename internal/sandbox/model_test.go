@@ -60,7 +60,8 @@ func TestModel(t *testing.T) {
 	}
 	for run := range runs {
 		t.Run(fmt.Sprint(run), func(t *testing.T) {
-			m := &model{host: newHost(t), rnd: rand.New(rand.NewPCG(seed, uint64(run))), sandboxes: map[string]*modelled{}}
+			options := variants[[]string{"plain", "pool and parked"}[run%2]]
+			m := &model{host: newHost(t, options...), rnd: rand.New(rand.NewPCG(seed, uint64(run))), sandboxes: map[string]*modelled{}}
 			for i := range operations {
 				m.operate(i)
 				if v := m.w.Violations(); len(v) > 0 {

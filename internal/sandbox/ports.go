@@ -61,6 +61,11 @@ type VM interface {
 	Capture(ctx context.Context, req shim.CaptureRequest) (shim.CaptureReport, error)
 	Thaw(ctx context.Context, req shim.ThawRequest) error
 
+	// Park keeps a sealed machine paused. Idempotent. Unpark lets it go on; after
+	// an error it can only be ended.
+	Park(ctx context.Context, req shim.ParkRequest) (shim.ParkReport, error)
+	Unpark(ctx context.Context, req shim.UnparkRequest) (shim.StartReport, error)
+
 	// Release ends the shim and its VMM and waits until they are gone. Idempotent.
 	Release(ctx context.Context) error
 	Dial(ctx context.Context, port int) (net.Conn, error)

@@ -48,6 +48,7 @@ type record struct {
 	Generation uint64 `json:"generation"`       // of the last resume
 
 	Handle   *shim.Handle       `json:"handle,omitempty"`   // of the shim that may be alive
+	Bound    snapshot.ID        `json:"bound,omitempty"`    // snapshot that this shim reads pages from; "" after a cold boot
 	Pending  snapshot.ID        `json:"pending,omitempty"`  // snapshot of the hibernation under way
 	Snapshot *snapshot.Ref      `json:"snapshot,omitempty"` // the last committed one
 	Metadata *snapshot.Metadata `json:"metadata,omitempty"` // of Snapshot, without its control token
@@ -78,10 +79,24 @@ func (rec *record) commit(ref snapshot.Ref, meta snapshot.Metadata) {
 	rec.Snapshot, rec.Metadata, rec.Fresh, rec.Pending = &ref, &meta, false, ""
 }
 
-// roots adds the snapshot that the record needs and the one that it announces.
+// bind notes the shim that is to run the record's snapshot.
+func (rec *record) bind(h shim.Handle) {
+	rec.Handle, rec.Bound = &h, ""
+	if rec.Snapshot != nil {
+		rec.Bound = rec.Snapshot.ID
+	}
+}
+
+// unbind notes that the shim is dead.
+func (rec *record) unbind() { rec.Handle, rec.Bound = nil, "" }
+
+// roots adds the snapshots that the record and its shim need and the one that it announces.
 func (rec *record) roots(needed, announced map[snapshot.ID]struct{}) {
 	if rec.Snapshot != nil {
 		needed[rec.Snapshot.ID] = struct{}{}
+	}
+	if rec.Bound != "" {
+		needed[rec.Bound] = struct{}{}
 	}
 	if rec.Pending != "" {
 		announced[rec.Pending] = struct{}{}

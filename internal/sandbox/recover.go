@@ -158,14 +158,17 @@ func (c *Core) recoverState(ctx context.Context, e *entry) error {
 	switch e.rec.State {
 	case StateCreating, StateDeleting:
 		return c.remove(ctx, e)
-	case StateStandby, StateFailed:
+	case StateStandby:
+		return c.recoverStandby(ctx, e)
+	case StateFailed:
 		return c.release(ctx, e)
 	case StateResuming:
 		if err := c.end(ctx, e); err != nil {
 			return err
 		}
 		return c.change(ctx, e, func(r *record) {
-			r.State, r.Handle = StateStandby, nil
+			r.State = StateStandby
+			r.unbind()
 			if r.Reason != "" {
 				r.State = StateFailed
 			}

@@ -15,10 +15,22 @@ import (
 	"github.com/hibernacle/hibernacle/internal/vmm"
 )
 
-// tierLocal and tierBoot are the tiers of a ResumeReport.
+// The tiers of a ResumeReport.
 const (
-	tierLocal = "local"
-	tierBoot  = "boot"
+	tierParked = "parked"
+	tierLocal  = "local"
+	tierRemote = "remote"
+	tierBoot   = "boot"
+)
+
+// origin is where the machine of a start comes from.
+type origin int
+
+const (
+	originFresh  origin = iota // started for it, waits for the sandbox's snapshot
+	originBoot                 // started for it, boots
+	originPool                 // started beforehand
+	originParked               // the sandbox's own, paused since its hibernation
 )
 
 // ResumeOptions says what a resume shall do without, for measuring. The zero
@@ -39,55 +51,79 @@ func (c *Core) Resume(ctx context.Context, id string, o ResumeOptions) (Sandbox,
 	if err != nil {
 		return Sandbox{}, err
 	}
-	err = c.run(ctx, e, opStart, func(ctx context.Context, op *operation) error {
+	err = c.run(ctx, e, opStart, func(ctx context.Context, _ *operation) error {
 		if e.rec.State == StateFailed {
-			return c.resume(ctx, e)
+			return c.resume(ctx, e, o)
 		}
-		return c.wake(ctx, e, op)
+		return c.wake(ctx, e, o)
 	})
 	return e.view(), err
 }
 
 // wake makes sure that the sandbox runs, without touching a failed one.
-func (c *Core) wake(ctx context.Context, e *entry, _ *operation) error {
+func (c *Core) wake(ctx context.Context, e *entry, o ResumeOptions) error {
 	switch e.rec.State {
 	case StateRunning:
 		return nil
 	case StateStandby:
-		return c.resume(ctx, e)
+		return c.resume(ctx, e, o)
 	case StateFailed:
 		return failedError(&e.rec)
 	}
 	return conflict("", "sandbox %s is %s", e.id, e.rec.State)
 }
 
-// resume starts a machine from the sandbox's snapshot.
-func (c *Core) resume(ctx context.Context, e *entry) error {
+// resume lets the sandbox's parked machine go on, or has another one run its
+// snapshot.
+func (c *Core) resume(ctx context.Context, e *entry, o ResumeOptions) error {
 	if e.rec.Snapshot == nil {
 		return failedError(&e.rec)
 	}
-	if err := c.release(ctx, e); err != nil {
-		return err
+	defer c.pool.hold()()
+	from := originParked
+	if o.NoParked || !e.isParked() {
+		if err := c.release(ctx, e); err != nil {
+			return err
+		}
+		from = originFresh
 	}
 	if err := c.admit(e.id, "sandbox "+e.id, e.rec.Shape); err != nil {
 		return err
 	}
 	begun := time.Now()
+	if from == originFresh && !o.NoPool {
+		if _, ok := c.takePooled(e); ok {
+			from = originPool
+		}
+	}
 	err := c.change(ctx, e, func(r *record) {
 		r.State = StateResuming
 		r.Generation = nextGeneration(r)
+		if from == originPool {
+			r.bind(e.vm.Handle())
+		}
 	})
 	if err != nil {
+		if from == originPool {
+			c.dropMachine(ctx, e)
+		}
 		return err
 	}
 	points := startPoints{fpResumeRecorded, fpResumeLaunched, fpResumeHandle, fpResumePrepared, fpResumeRunning}
-	if err := c.start(ctx, e, points, begun, false); err != nil {
+	if err := c.start(ctx, e, startRequest{from, o, points, begun}); err != nil {
 		err = c.retreat(ctx, e, err)
 		c.cfg.Events.start(e.id, ResumeReport{Tier: tierLocal, TotalMS: since(begun)}, err)
 		return err
 	}
 	c.cfg.Events.start(e.id, *e.rec.LastResume, nil)
 	return nil
+}
+
+// dropMachine ends a machine that is attached and was not recorded.
+func (c *Core) dropMachine(ctx context.Context, e *entry) {
+	if err := c.end(ctx, e); err != nil { // it is not adopted: it ends with the daemon
+		c.log.Warn("a machine that was kept ready is left", keySandbox, e.id, keyError, err)
+	}
 }
 
 // nextGeneration returns a generation that no machine of the sandbox ever had.
@@ -102,14 +138,23 @@ func nextGeneration(r *record) uint64 {
 // startPoints names the failpoints of a start.
 type startPoints struct{ recorded, launched, handle, prepared, running string }
 
+// startRequest says how a sandbox is to be started.
+type startRequest struct {
+	from    origin
+	options ResumeOptions
+	points  startPoints
+	at      time.Time // when it was asked for
+}
+
 // start gives a sandbox that is recorded as creating or resuming a machine
-// that runs its snapshot, or with boot a machine that boots, and records it as
-// running. The request for it came at the time request. After an error the machine may be attached still.
-func (c *Core) start(ctx context.Context, e *entry, points startPoints, request time.Time, boot bool) error {
+// that runs its snapshot, or boots, and records it as running. A machine of
+// the pool or a parked one is attached already. After an error the machine may
+// be attached still.
+func (c *Core) start(ctx context.Context, e *entry, req startRequest) error {
 	ctx, cancel := context.WithTimeout(ctx, c.cfg.StartTimeout)
 	defer cancel()
 	begun := time.Now()
-	if err := failpoint.Hit(ctx, points.recorded); err != nil {
+	if err := failpoint.Hit(ctx, req.points.recorded); err != nil {
 		return err
 	}
 	art, err := c.artifacts(e.rec.Template, e.rec.TemplateVersion)
@@ -120,74 +165,120 @@ func (c *Core) start(ctx context.Context, e *entry, points startPoints, request 
 	// beside the start: what ran on a damaged one is never let out.
 	checked := make(chan error, 1)
 	go func() { checked <- c.cfg.Builder.Check(art) }()
-	vm, rep, prepared, err := c.startGuest(ctx, e, points, art, boot)
+	report, err := c.startGuest(ctx, e, req, art)
 	if checkErr := <-checked; checkErr != nil {
 		return checkErr
 	}
 	if err != nil {
 		return err
 	}
-	if err := failpoint.Hit(ctx, points.running); err != nil {
+	if err := failpoint.Hit(ctx, req.points.running); err != nil {
 		return err
 	}
-	report := ResumeReport{Tier: tierLocal, Phases: map[string]float64{}, BytesRead: rep.BytesRead, Faults: rep.Faults, PrefetchedBytes: rep.PrefetchedBytes, Warnings: rep.Warnings}
-	if boot {
-		report.Tier = tierBoot
-	}
-	for name, ms := range rep.Phases {
-		report.Phases[name] = ms
-	}
-	report.Phases["record"] = ms(begun.Sub(request))
-	report.Phases["vmm"] = ms(prepared.Sub(begun))
-	report.TotalMS = since(request)
+	report.Phases["record"] = ms(begun.Sub(req.at))
+	report.TotalMS = since(req.at)
 	err = c.change(ctx, e, func(r *record) {
 		r.State, r.Reason, r.LastResume = StateRunning, "", &report
 	})
 	if err != nil {
 		return err
 	}
-	c.watch(e, vm)
+	c.watch(e, e.vm)
 	return nil
 }
 
-// startGuest acquires a machine and lets it run; prepared is when the machine
-// was ready for that.
-func (c *Core) startGuest(ctx context.Context, e *entry, points startPoints, art template.Artifacts, boot bool) (vm VM, rep shim.StartReport, prepared time.Time, err error) {
-	if vm, err = c.acquire(ctx, e, points, art, boot); err != nil {
-		return
+// startGuest lets the machine that is attached run, or a fresh one if there is
+// none. Machines of the pool and parked ones are caches: where one fails, a
+// fresh one takes its place.
+func (c *Core) startGuest(ctx context.Context, e *entry, req startRequest, art template.Artifacts) (ResumeReport, error) {
+	begun := time.Now()
+	if req.from == originPool || req.from == originParked {
+		rep, err := c.runGuest(ctx, e, req, art)
+		if err == nil || !replaceable(ctx, req.from, err) {
+			return resumeReport(req.from, rep, 0), err
+		}
+		c.log.Warn("a machine that was kept ready did not start", keySandbox, e.id, keyError, err)
+		if err := c.replace(ctx, e); err != nil {
+			return ResumeReport{}, err
+		}
+		req.from = originFresh
 	}
-	prepared = time.Now()
-	rep, err = c.runGuest(ctx, e, vm, art, boot)
-	return
+	if err := c.acquire(ctx, e, req, art); err != nil {
+		return ResumeReport{}, err
+	}
+	prepared := time.Since(begun)
+	rep, err := c.runGuest(ctx, e, req, art)
+	return resumeReport(req.from, rep, prepared), err
 }
 
-// acquire gives the sandbox a machine that is prepared and waits for its
-// snapshot or its boot. It is the one place that decides where a VMM comes
-// from. The handle is recorded before the VMM starts; from there on the shim
-// may outlive the daemon.
-func (c *Core) acquire(ctx context.Context, e *entry, points startPoints, art template.Artifacts, boot bool) (VM, error) {
+// replaceable reports whether a fresh machine may do better than one of the
+// pool, or a parked one, that failed with err.
+func replaceable(ctx context.Context, from origin, err error) bool {
+	if ctx.Err() != nil {
+		return false
+	}
+	return from == originParked || !fatal(err) && shimCode(err) != shim.CodeGuest
+}
+
+// replace makes room for a fresh machine: the failed one is ended and the
+// generation that its guest may have seen is never used again.
+func (c *Core) replace(ctx context.Context, e *entry) error {
+	if err := c.end(ctx, e); err != nil {
+		return err
+	}
+	return c.change(ctx, e, func(r *record) {
+		r.unbind()
+		r.Generation = nextGeneration(r)
+	})
+}
+
+// resumeReport makes a report of a start, which waited so long for its VMM.
+func resumeReport(from origin, rep shim.StartReport, vmm time.Duration) ResumeReport {
+	r := ResumeReport{
+		Tier: tierLocal, Phases: map[string]float64{"vmm": ms(vmm)}, Pooled: from == originPool, Warnings: rep.Warnings,
+		BytesRead: rep.BytesRead, Faults: rep.Faults, PrefetchedBytes: rep.PrefetchedBytes,
+		DemandPages: rep.DemandPages, WorkingSetBytes: rep.WorkingSetBytes, BytesFetched: rep.BytesFetched,
+	}
+	switch {
+	case from == originParked:
+		r.Tier = tierParked
+	case from == originBoot:
+		r.Tier = tierBoot
+	case rep.Remote:
+		r.Tier = tierRemote
+	}
+	for name, ms := range rep.Phases {
+		r.Phases[name] = ms
+	}
+	return r
+}
+
+// acquire gives the sandbox a fresh machine that is prepared and waits for its
+// snapshot or its boot. The handle is recorded before the shim may outlive the
+// daemon.
+func (c *Core) acquire(ctx context.Context, e *entry, req startRequest, art template.Artifacts) error {
 	vm, err := c.cfg.Launcher.Launch(ctx, LaunchSpec{VM: machineName(e.id)})
 	if err != nil {
-		return nil, fmt.Errorf("start a machine: %w", err)
+		return fmt.Errorf("start a machine: %w", err)
 	}
 	e.attach(vm)
-	if err := failpoint.Hit(ctx, points.launched); err != nil {
-		return nil, err
+	if err := failpoint.Hit(ctx, req.points.launched); err != nil {
+		return err
 	}
 	h := vm.Handle()
-	if err := c.change(ctx, e, func(r *record) { r.Handle = &h }); err != nil {
-		return nil, err
+	if err := c.change(ctx, e, func(r *record) { r.bind(h) }); err != nil {
+		return err
 	}
-	if err := failpoint.Hit(ctx, points.handle); err != nil {
-		return nil, err
+	if err := failpoint.Hit(ctx, req.points.handle); err != nil {
+		return err
 	}
 	if err := vm.Adopt(ctx); err != nil {
-		return nil, fmt.Errorf("adopt machine %s: %w", h.VM, err)
+		return fmt.Errorf("adopt machine %s: %w", h.VM, err)
 	}
-	if err := vm.Prepare(ctx, prepareRequest(e.rec.Shape, art, boot)); err != nil {
-		return nil, fmt.Errorf("prepare machine %s: %w", h.VM, err)
+	if err := vm.Prepare(ctx, prepareRequest(e.rec.Shape, art, req.from == originBoot)); err != nil {
+		return fmt.Errorf("prepare machine %s: %w", h.VM, err)
 	}
-	return vm, failpoint.Hit(ctx, points.prepared)
+	return failpoint.Hit(ctx, req.points.prepared)
 }
 
 func prepareRequest(shape vmm.Shape, art template.Artifacts, boot bool) shim.PrepareRequest {
@@ -198,34 +289,46 @@ func prepareRequest(shape vmm.Shape, art template.Artifacts, boot bool) shim.Pre
 	return req
 }
 
-// runGuest lets a prepared machine boot or resume.
-func (c *Core) runGuest(ctx context.Context, e *entry, vm VM, art template.Artifacts, boot bool) (shim.StartReport, error) {
-	req := guestapi.InitRequest{Reason: guestapi.ReasonResume, Generation: e.rec.Generation}
-	if boot || e.rec.Fresh {
+// runGuest lets the machine that is attached boot, resume or go on.
+func (c *Core) runGuest(ctx context.Context, e *entry, req startRequest, art template.Artifacts) (shim.StartReport, error) {
+	attach, init := c.attachment(&e.rec), guestapi.InitRequest{Reason: guestapi.ReasonResume, Generation: e.rec.Generation}
+	if req.from == originBoot || e.rec.Fresh {
 		id, err := identity(&e.rec)
 		if err != nil {
 			return shim.StartReport{}, err
 		}
-		req.Reason, req.Identity = guestapi.ReasonCreate, id
+		init.Reason, init.Identity = guestapi.ReasonCreate, id
 	}
-	if boot {
-		req.Reason = guestapi.ReasonBoot
-		rep, err := vm.Boot(ctx, shim.BootRequest{Attach: c.attachment(&e.rec), Init: req})
+	if req.from == originBoot {
+		init.Reason = guestapi.ReasonBoot
+		rep, err := e.vm.Boot(ctx, shim.BootRequest{Attach: attach, Init: init})
 		if err != nil {
 			return rep, fmt.Errorf("boot: %w", err)
 		}
 		return rep, nil
 	}
+	ref := *e.rec.Snapshot
+	init.Snapshot = string(ref.ID)
+	rep, err := c.runSnapshot(ctx, e, req, art, attach, init)
+	if err != nil {
+		return rep, fmt.Errorf("resume snapshot %s: %w", ref.ID, err)
+	}
+	return rep, nil
+}
+
+func (c *Core) runSnapshot(ctx context.Context, e *entry, req startRequest, art template.Artifacts, attach shim.Attach, init guestapi.InitRequest) (shim.StartReport, error) {
+	if req.from == originParked {
+		e.mu.Lock()
+		e.parked = nil
+		e.mu.Unlock()
+		return e.vm.Unpark(ctx, shim.UnparkRequest{Attempt: e.rec.Metadata.Attempt, Attach: attach, Snapshot: *e.rec.Snapshot, Init: init})
+	}
 	key, err := c.key(ctx, e.rec.Shape, art)
 	if err != nil {
 		return shim.StartReport{}, err
 	}
-	req.Snapshot = string(e.rec.Snapshot.ID)
-	rep, err := vm.Resume(ctx, shim.ResumeRequest{Attach: c.attachment(&e.rec), Snapshot: *e.rec.Snapshot, Key: key, Init: req})
-	if err != nil {
-		return rep, fmt.Errorf("resume snapshot %s: %w", e.rec.Snapshot.ID, err)
-	}
-	return rep, nil
+	return e.vm.Resume(ctx, shim.ResumeRequest{Attach: attach, Snapshot: *e.rec.Snapshot, Key: key, Init: init, Adopt: true,
+		NoPrefetch: req.options.NoPrefetch, StoreDelay: req.options.StoreDelay})
 }
 
 // attachment returns what a machine gets when it becomes the sandbox's.
@@ -325,7 +428,12 @@ func (c *Core) release(ctx context.Context, e *entry) error {
 	if e.rec.Handle == nil {
 		return nil
 	}
-	return c.change(ctx, e, func(r *record) { r.Handle = nil })
+	bound := e.rec.Bound
+	if err := c.change(ctx, e, (*record).unbind); err != nil {
+		return err
+	}
+	c.trash.add(bound)
+	return nil
 }
 
 // end ends the sandbox's shim and leaves the record alone.

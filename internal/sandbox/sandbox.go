@@ -11,11 +11,13 @@
 //
 // The rules that the guarantees rest on:
 //
-//   - A shim's handle is recorded before its VMM starts, and no second machine
-//     of a sandbox is started before the first is proven dead.
+//   - A shim's handle is recorded before the shim may outlive the daemon, and no
+//     second machine of a sandbox is given its snapshot before the first is
+//     proven dead.
 //   - A hibernation is committed by the change that names its snapshot. Until
-//     then the guest may go on, after that its machine never runs again. Where
-//     a sealed guest is to go on, running is recorded first, then it is thawed.
+//     then the guest may go on, after that its machine runs again only if it was
+//     parked as exactly that snapshot. Where a sealed guest is to go on, running
+//     is recorded first, then it is thawed.
 //   - A change whose outcome is unknown leaves the sandbox unsettled. The next
 //     operation, or a retry in the background, first reads the record again and
 //     does the recovery action of its state, just as after a restart.
@@ -54,12 +56,19 @@ type Config struct {
 	HibernateShare int                              // percent of the RAM of the guests that run; so much free space is kept, too, for their hibernations
 	CheckEgress    func(allow, deny []string) error // checks egress rules; nil: any will do
 	Events         Events                           // called at what happens
-	Log            *slog.Logger                     // nil: silent
+
+	Pool         int                                            // machines that are started before they are needed
+	ParkedMemory int64                                          // bytes that parked machines may take up, 0: none is parked
+	Pressure     func(ctx context.Context, notify func()) error // calls notify whenever the host is short of memory, until ctx ends; nil: not watched
+	LowMemory    func() bool                                    // asked before a machine is parked; nil: there is enough
+
+	Log *slog.Logger // nil: silent
 
 	CaptureTimeout time.Duration // until a hibernation is sealed, default 1 min; base snapshots get five times as much
 	StartTimeout   time.Duration // of a resume or a boot, default 3 min
 	StepTimeout    time.Duration // of one short step: a status, a thaw, a release, a write to the catalog; default 30 s
 	RetryDelay     time.Duration // between attempts to settle an unsettled sandbox, default 2 s
+	PoolDelay      time.Duration // from the last start to a refill of the pool, default 500 ms
 	CollectDelay   time.Duration // from a deletion to the collection of what it left, default 30 s
 	Parallel       int           // recoveries at a time when the core starts, default 16
 }
@@ -73,7 +82,7 @@ func (c *Config) setDefaults() {
 	}
 	for d, v := range map[*time.Duration]time.Duration{
 		&c.CaptureTimeout: time.Minute, &c.StartTimeout: 3 * time.Minute, &c.StepTimeout: 30 * time.Second,
-		&c.RetryDelay: 2 * time.Second, &c.CollectDelay: 30 * time.Second,
+		&c.RetryDelay: 2 * time.Second, &c.PoolDelay: 500 * time.Millisecond, &c.CollectDelay: 30 * time.Second,
 	} {
 		if *d == 0 {
 			*d = v
@@ -97,6 +106,8 @@ type Core struct {
 	mint      mint
 	admission admission
 	trash     trash
+	pool      *pool
+	shrinking sync.Mutex    // held while parked machines are ended for room
 	storeTurn sync.Mutex    // held while snapshots are deleted
 	closing   chan struct{} // closed by Close
 
@@ -128,16 +139,18 @@ func New(ctx context.Context, cfg Config) (*Core, error) {
 	c.mint.init()
 	c.admission.claims = map[string]int64{}
 	c.trash.kick = make(chan struct{}, 1)
-	if err := c.checkHost(ctx); err != nil {
-		return nil, err
+	c.pool = newPool(cfg.Pool, cfg.PoolDelay, c.log, c.startPooled, c.endPooled)
+	err := c.checkHost(ctx)
+	if err == nil {
+		err = c.loadTemplates(ctx)
 	}
-	if err := c.loadTemplates(ctx); err != nil {
-		return nil, err
+	if err == nil {
+		err = c.load(ctx)
 	}
-	if err := c.load(ctx); err != nil {
-		return nil, err
+	if err == nil {
+		err = c.recoverAll(ctx)
 	}
-	if err := c.recoverAll(ctx); err != nil {
+	if err != nil {
 		c.Close()
 		return nil, err
 	}
@@ -145,10 +158,25 @@ func New(ctx context.Context, cfg Config) (*Core, error) {
 		c.pruneLater(v.name)
 	}
 	c.restDone.Go(c.emptyTrash)
+	if c.cfg.Pressure != nil {
+		c.restDone.Go(func() { c.watchPressure(c.untilClosed()) })
+	}
+	c.seedPool()
 	return c, nil
 }
 
-// Close ends the core and leaves the guests running. Operations under way are
+// untilClosed returns a context that ends with the core.
+func (c *Core) untilClosed() context.Context {
+	ctx, cancel := context.WithCancelCause(context.Background())
+	c.restDone.Go(func() {
+		<-c.closing
+		cancel(errClosing)
+	})
+	return ctx
+}
+
+// Close ends the core and leaves the guests running and those that are parked
+// as they are. Operations under way are
 // cancelled: hibernations go back to running, resumes to standby, creations
 // are taken back. It returns when nothing of the core runs any more.
 func (c *Core) Close() {
@@ -164,6 +192,7 @@ func (c *Core) Close() {
 	}
 	c.mu.Unlock()
 	c.opsDone.Wait()
+	c.pool.close()
 	for _, e := range c.all() {
 		e.detach()
 	}
@@ -268,7 +297,7 @@ func (c *Core) awake(ctx context.Context, e *entry) (VM, error) {
 			return vm, nil
 		}
 		e.interrupt(errRequest)
-		if err := c.run(ctx, e, opStart, func(ctx context.Context, op *operation) error { return c.wake(ctx, e, op) }); err != nil {
+		if err := c.run(ctx, e, opStart, func(ctx context.Context, _ *operation) error { return c.wake(ctx, e, ResumeOptions{}) }); err != nil {
 			return nil, refusedWake(err)
 		}
 	}

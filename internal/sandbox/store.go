@@ -250,9 +250,10 @@ type trash struct {
 	kick chan struct{}
 }
 
+// add throws snapshots away; "" is none.
 func (t *trash) add(ids ...snapshot.ID) {
 	t.mu.Lock()
-	t.ids = append(t.ids, ids...)
+	t.ids = append(t.ids, slices.DeleteFunc(ids, func(id snapshot.ID) bool { return id == "" })...)
 	t.mu.Unlock()
 	t.wake()
 }

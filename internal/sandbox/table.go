@@ -11,7 +11,7 @@ const (
 	StateCreating    State = "creating"    // the first machine is being made; nobody was told of the sandbox yet
 	StateRunning     State = "running"     // the guest runs in the shim that the record's handle names
 	StateHibernating State = "hibernating" // a snapshot is being taken, it is not committed
-	StateStandby     State = "standby"     // no machine: the record's snapshot is the sandbox
+	StateStandby     State = "standby"     // no machine but perhaps a parked one: the record's snapshot is the sandbox
 	StateResuming    State = "resuming"    // a machine is being made of the record's snapshot
 	StateFailed      State = "failed"      // no machine, a reason, and the last good snapshot
 	StateDeleting    State = "deleting"    // everything of it is being removed
@@ -63,7 +63,7 @@ var Recovery = map[State]string{
 	StateCreating:    "end its shim and remove it: its creation was never acknowledged",
 	StateRunning:     "adopt its shim, thaw a capture that was left behind, and watch it; if the shim is dead or its machine stopped: failed",
 	StateHibernating: "adopt its shim: sealed → commit, standby; unsealed → running, thaw; dead → commit the pending snapshot if it is whole, else failed",
-	StateStandby:     "end a shim that is left",
+	StateStandby:     "keep a shim that holds exactly this snapshot as parked, if it may; end any other that is left",
 	StateResuming:    "end its shim, back to where it came from: standby, or failed",
 	StateFailed:      "end a shim that is left",
 	StateDeleting:    "go on deleting",

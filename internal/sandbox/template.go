@@ -255,6 +255,7 @@ func (c *Core) RemoveTemplate(ctx context.Context, name string) error {
 		return stepError(err, "remove template %s", name)
 	}
 	t.removed = true
+	c.pool.drop(func(k poolKey) bool { return k.template == name })
 	c.removeAll(filepath.Join(c.cfg.TemplatesDir, name))
 	// Until here its snapshots were needed and its name was taken.
 	c.mu.Lock()
@@ -328,6 +329,7 @@ func (c *Core) prune(ctx context.Context, t *tmpl) error {
 			return err
 		}
 		c.trash.add(v.snapshots()...)
+		c.pool.drop(func(k poolKey) bool { return k.template == t.name && k.version == v.Number })
 		c.removeAll(c.templateDir(t.name, v.Number))
 	}
 	return nil

@@ -12,13 +12,17 @@ import (
 // reasonShimEnded is why a sandbox failed whose shim is dead.
 const reasonShimEnded = "its shim ended (killed?)"
 
-// watch follows the machine of a running sandbox until it is detached. The
+// watch follows the machine of a running or parked sandbox until it is detached. The
 // caller has the turn.
 func (c *Core) watch(e *entry, vm VM) {
 	ctx, stop := context.WithCancel(context.Background())
 	e.mu.Lock()
+	before := e.unwatch
 	e.unwatch = stop
 	e.mu.Unlock()
+	if before != nil { // of the run before it was parked
+		before()
+	}
 	c.restDone.Go(func() {
 		defer stop()
 		for {
@@ -41,14 +45,18 @@ func (c *Core) watch(e *entry, vm VM) {
 	})
 }
 
-// look takes a turn to find out whether vm, the machine of a running sandbox,
-// has ended, and records it if so.
+// look takes a turn to find out whether vm, the machine of a running or parked
+// sandbox, has ended, and records it if so.
 func (c *Core) look(ctx context.Context, e *entry, vm VM) {
 	err := c.run(ctx, e, opCheck, func(ctx context.Context, _ *operation) error {
-		if e.vm != vm || e.rec.State != StateRunning {
-			return nil // somebody saw to it
+		switch {
+		case e.vm != vm: // somebody saw to it
+		case e.rec.State == StateRunning:
+			return c.failEnded(ctx, e)
+		case e.isParked(): // nothing is lost with it
+			return c.release(ctx, e)
 		}
-		return c.failEnded(ctx, e)
+		return nil
 	})
 	if err != nil && ctx.Err() == nil && !errors.Is(err, errClosing) {
 		c.log.Warn("the end of a machine is not recorded yet", keySandbox, e.id, keyError, err)

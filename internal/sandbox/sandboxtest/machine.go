@@ -37,6 +37,7 @@ type machine struct {
 	identity   string
 	generation uint64
 	parent     snapshot.ID
+	bound      snapshot.ID // that pages are read from
 }
 
 // die ends the shim and all that it holds.
@@ -91,11 +92,13 @@ func (m *machine) check(order string, phases ...shim.Phase) error {
 	return &shim.Error{Code: shim.CodeInvalid, Message: fmt.Sprintf("%s: the shim is %s", order, m.phase)}
 }
 
-// run notes that the guest runs, and whether it may.
+// run notes that the guest runs, and whether it may: no other machine of its
+// sandbox may be there that ever ran.
 func (m *machine) run() {
+	ran := []shim.Phase{shim.PhaseRunning, shim.PhaseCapturing, shim.PhaseSealed, shim.PhaseParked}
 	for _, other := range m.w.machines {
-		if other != m && other.sandbox == m.sandbox && m.sandbox != "" && slices.Contains([]shim.Phase{shim.PhaseRunning, shim.PhaseCapturing}, other.phase) {
-			m.w.violate("sandbox %s runs in %s and in %s", m.sandbox, other.handle.VM, m.handle.VM)
+		if other != m && other.sandbox == m.sandbox && m.sandbox != "" && slices.Contains(ran, other.phase) {
+			m.w.violate("sandbox %s runs in %s and is %s in %s", m.sandbox, m.handle.VM, other.phase, other.handle.VM)
 		}
 	}
 	m.enter(shim.PhaseRunning)
@@ -263,6 +266,9 @@ func (v *vm) Resume(ctx context.Context, req shim.ResumeRequest) (rep shim.Start
 		if err := v.m.check("resume", shim.PhasePrepared); err != nil {
 			return err
 		}
+		if req.Adopt {
+			v.m.adopt()
+		}
 		rep.Phases = map[string]float64{"bind": 1, "state": 1, "unpause": 1, "guest_init": 1}
 		return v.m.resume(req)
 	})
@@ -277,20 +283,25 @@ func (m *machine) resume(req shim.ResumeRequest) error {
 	if diff := req.Key.Diff(img.meta.Key); diff != "" {
 		return &shim.Error{Code: shim.CodeMismatch, Message: diff}
 	}
-	m.memory, m.identity, m.parent = img.memory, img.identity, req.Snapshot.ID
+	m.memory, m.identity, m.parent, m.bound = img.memory, img.identity, req.Snapshot.ID, req.Snapshot.ID
 	if id := req.Init.Identity; id != nil {
 		m.identity = id.ID
 	}
 	if m.identity != m.sandbox {
 		m.w.violate("sandbox %s woke up as %s", m.sandbox, m.identity)
 	}
-	if last := m.w.generations[m.sandbox]; req.Init.Generation <= last {
-		m.w.violate("sandbox %s runs at generation %d after %d", m.sandbox, req.Init.Generation, last)
-	}
-	m.generation = req.Init.Generation
-	m.w.generations[m.sandbox] = req.Init.Generation
-	m.run()
+	m.wake(req.Init.Generation)
 	return nil
+}
+
+// wake lets the guest run at a new generation.
+func (m *machine) wake(generation uint64) {
+	if last := m.w.generations[m.sandbox]; generation <= last {
+		m.w.violate("sandbox %s runs at generation %d after %d", m.sandbox, generation, last)
+	}
+	m.generation = generation
+	m.w.generations[m.sandbox] = generation
+	m.run()
 }
 
 func (v *vm) Capture(ctx context.Context, req shim.CaptureRequest) (shim.CaptureReport, error) {
@@ -370,6 +381,58 @@ func (v *vm) Thaw(ctx context.Context, req shim.ThawRequest) error {
 		m.run()
 		return nil
 	})
+}
+
+// ParkedBytes is what a parked machine takes up.
+const ParkedBytes = 1 << 20
+
+func (v *vm) Park(ctx context.Context, req shim.ParkRequest) (rep shim.ParkReport, err error) {
+	m := v.m
+	err = v.order(ctx, "park", func() error {
+		if err := m.check("park", shim.PhaseSealed, shim.PhaseParked); err != nil {
+			return err
+		}
+		if m.attempt != req.Attempt {
+			return &shim.Error{Code: shim.CodeInvalid, Message: "another attempt is sealed"}
+		}
+		if state, snap, _ := m.w.recorded(m.sandbox); state != sandbox.StateStandby || snap != m.captured.Snapshot.ID {
+			m.w.violate("sandbox %s (%s) is parked as %s, its record names %s", m.sandbox, state, m.captured.Snapshot.ID, snap)
+		}
+		m.hangUp()
+		m.enter(shim.PhaseParked)
+		rep.MemoryBytes = ParkedBytes
+		return nil
+	})
+	return rep, err
+}
+
+func (v *vm) Unpark(ctx context.Context, req shim.UnparkRequest) (rep shim.StartReport, err error) {
+	m := v.m
+	err = v.order(ctx, "unpark", func() error {
+		if err := m.check("unpark", shim.PhaseParked); err != nil {
+			return err
+		}
+		if m.attempt != req.Attempt {
+			return &shim.Error{Code: shim.CodeInvalid, Message: "another attempt is parked"}
+		}
+		if state, snap, _ := m.w.recorded(m.sandbox); state != sandbox.StateResuming || snap != req.Snapshot.ID {
+			m.w.violate("sandbox %s (%s) is unparked as %s, its record names %s", m.sandbox, state, req.Snapshot.ID, snap)
+		}
+		img := m.w.snapshots[req.Snapshot.ID]
+		if img == nil {
+			m.stop(vmm.Exit{Reason: vmm.ReasonClosed}, "")
+			return &shim.Error{Code: shim.CodeCorrupt, Message: "snapshot " + string(req.Snapshot.ID) + " is missing"}
+		}
+		if img.memory != m.memory {
+			m.w.violate("sandbox %s goes on with %q, its snapshot holds %q", m.sandbox, m.memory, img.memory)
+		}
+		m.refused[req.Attempt] = true
+		m.parent, m.captured = req.Snapshot.ID, nil
+		rep.Phases = map[string]float64{"unpause": 1, "guest_init": 1}
+		m.wake(req.Init.Generation)
+		return nil
+	})
+	return rep, err
 }
 
 func (v *vm) Release(ctx context.Context) error {

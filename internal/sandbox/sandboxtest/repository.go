@@ -7,6 +7,7 @@ import (
 	"strings"
 
 	"github.com/hibernacle/hibernacle/internal/sandbox"
+	"github.com/hibernacle/hibernacle/internal/shim"
 	"github.com/hibernacle/hibernacle/internal/snapshot"
 )
 
@@ -59,6 +60,11 @@ func (r repository) remove(id snapshot.ID) {
 	}
 	if img.meta.Parent == "" {
 		w.checkBase(id)
+	}
+	for name, m := range w.machines {
+		if m.bound == id && m.phase != shim.PhaseStopped {
+			w.violate("snapshot %s was deleted, machine %s (%s) reads it", id, name, m.phase)
+		}
 	}
 	delete(w.snapshots, id)
 }

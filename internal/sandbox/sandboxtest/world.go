@@ -42,6 +42,7 @@ var ErrKilled = errors.New("the daemon was killed")
 type Step struct {
 	Name  string // put, erase, launch, adopt, prepare, boot, resume, capture, seal, thaw, release, kill, delete, build …
 	VM    string // name of the machine, where there is one
+	Owner string // sandbox whose machine it is, "" if it is nobody's yet
 	After bool
 }
 
@@ -91,6 +92,16 @@ func (w *World) Violations() []string {
 	return slices.Clone(w.violations)
 }
 
+// owner returns whose machine that is.
+func (w *World) owner(vm string) string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if m := w.machines[vm]; m != nil {
+		return m.sandbox
+	}
+	return ""
+}
+
 // Machines returns the names of the machines that are alive, sorted.
 func (w *World) Machines() []string {
 	w.mu.Lock()
@@ -101,6 +112,31 @@ func (w *World) Machines() []string {
 	}
 	slices.Sort(names)
 	return names
+}
+
+// Waiting returns how many machines are ready for a snapshot and nobody's.
+func (w *World) Waiting() int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	n := 0
+	for _, m := range w.machines {
+		if m.phase == shim.PhasePrepared && m.sandbox == "" {
+			n++
+		}
+	}
+	return n
+}
+
+// Parked reports whether a parked machine of the sandbox is alive.
+func (w *World) Parked(sandbox string) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, m := range w.machines {
+		if m.sandbox == sandbox && m.phase == shim.PhaseParked {
+			return true
+		}
+	}
+	return false
 }
 
 // Runs reports whether a machine of the sandbox is alive and its guest has not ended.
@@ -263,6 +299,7 @@ func (d *Daemon) hook(ctx context.Context, s Step) error {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
+	s.Owner = d.w.owner(s.VM)
 	if d.Hook != nil {
 		if err := d.Hook(ctx, s); err != nil {
 			return err
@@ -279,7 +316,7 @@ func (d *Daemon) Config() sandbox.Config {
 		Catalog: catalogPort{d}, Launcher: launcher{d}, Snapshots: repository{d}, Keys: keys{d}, Builder: builder{d},
 		TemplatesDir: filepath.Join(d.w.Dir, "templates"),
 		Console:      func(name string) string { return filepath.Join(d.w.Dir, name+".log") },
-		StepTimeout:  10 * time.Second, RetryDelay: time.Millisecond, CollectDelay: 5 * time.Millisecond,
+		StepTimeout:  10 * time.Second, RetryDelay: time.Millisecond, PoolDelay: time.Millisecond, CollectDelay: 5 * time.Millisecond,
 	}
 }
 
