@@ -6,15 +6,19 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"net/netip"
 	"os"
 	"os/signal"
 	"path/filepath"
 	"runtime"
 	"runtime/debug"
+	"strings"
 	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/hibernacle/hibernacle/internal/guestapi"
 )
 
 const (
@@ -55,12 +59,19 @@ func Main(log *slog.Logger) error {
 	// would stay ignored in every process that it starts; those that are caught do not.
 	signal.Notify(make(chan os.Signal, 1), unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
 
-	l, err := listen(context.Background())
+	// First the calls: who finds HTTP need not look for them again.
+	ctx, n := context.Background(), readNetwork()
+	if c, err := listenForCalls(a.control, netip.AddrPortFrom(n.address.Addr(), guestapi.CallPort), n.gateway); err != nil {
+		log.Warn("calls are taken over HTTP alone", "err", err)
+	} else {
+		go func() { warn(log, "go on to serve calls", c.serve(ctx)) }()
+	}
+	l, err := listen(ctx)
 	if err != nil {
 		return err
 	}
 	log.Info("the agent serves", "address", l.Addr().String())
-	return a.Serve(context.Background(), l)
+	return a.Serve(ctx, l)
 }
 
 // Boot makes a running system of an initramfs: devices, the base image with a
@@ -252,8 +263,31 @@ func mountLate(log *slog.Logger) {
 			warn(log, "link", err)
 		}
 	}
+	quieten(log)
 	warn(log, "make the user's cgroup", os.MkdirAll(cgroupPath, 0o755))
 	warn(log, "make the temporary folder", makeTemp())
+}
+
+// Where the kernel shows the event by which vmgenid tells of a resume, and the
+// drivers that would hear it (of Linux up to and from 6.10).
+const generationEvent = "/sys/firmware/acpi/interrupts/gpe05"
+
+var generationDrivers = []string{"/sys/bus/acpi/drivers/vmgenid", "/sys/bus/platform/drivers/vmgenid"}
+
+// quieten stops what the kernel would do in vain: at every resume, where it
+// delays the first request, and while the guest idles.
+func quieten(log *slog.Logger) {
+	// Looking for memory to compact twice a second.
+	warn(log, "end proactive compaction", os.WriteFile("/proc/sys/vm/compaction_proactiveness", []byte("0\n"), 0o644))
+	for _, driver := range generationDrivers {
+		if _, err := os.Stat(driver); err == nil {
+			return
+		}
+	}
+	// Interpreting the firmware's code for an event that no driver takes.
+	if state, err := os.ReadFile(generationEvent); err == nil && strings.Contains(string(state), " enabled ") {
+		warn(log, "end the generation event", os.WriteFile(generationEvent, []byte("disable\n"), 0o644))
+	}
 }
 
 // makeTemp makes /tmp for images that have none.

@@ -129,5 +129,6 @@ func listen(ctx context.Context) (net.Listener, error) {
 	config := net.ListenConfig{KeepAliveConfig: net.KeepAliveConfig{
 		Enable: true, Idle: time.Minute, Interval: 15 * time.Second, Count: 4,
 	}}
+	config.SetMultipathTCP(false) // Go's default; nobody speaks it with the agent, and it is more code at each connection
 	return config.Listen(ctx, "tcp4", ":"+strconv.Itoa(guestapi.Port))
 }

@@ -210,11 +210,21 @@ func (h *host) freeze(ctx context.Context, req CaptureRequest) (warnings []strin
 	defer cancel()
 	ctx, stop := h.whileRunning(ctx)
 	defer stop()
-	resp, err := h.agent.Freeze(ctx, h.token, guestapi.FreezeRequest{Attempt: req.Attempt, Deadline: req.Deadline})
+	resp, err := h.callFreeze(ctx, guestapi.FreezeRequest{Attempt: req.Attempt, Deadline: req.Deadline})
 	if err != nil {
 		return nil, h.guestError("freeze", err)
 	}
 	return resp.Warnings, nil
+}
+
+// callFreeze makes the call over HTTP where the agent does not take it as a frame.
+func (h *host) callFreeze(ctx context.Context, req guestapi.FreezeRequest) (guestapi.FreezeResponse, error) {
+	conn, err := h.dialGuest(ctx, guestapi.CallPort, true)
+	if err != nil {
+		return h.agent.Freeze(ctx, h.token, req)
+	}
+	defer conn.Close()
+	return guestapi.FreezeOver(ctx, conn, h.token, req)
 }
 
 // goOn lets the guest run after a capture that will not be. If the VMM did not

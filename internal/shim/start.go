@@ -221,16 +221,18 @@ func (h *host) initGuest(ctx context.Context, req guestapi.InitRequest) (guestap
 	defer cancel()
 	req.Entropy = make([]byte, 64)
 	rand.Read(req.Entropy)
-	conn, err := h.dialAgent(ctx)
+	conn, port, err := h.dialAgent(ctx, guestapi.CallPort, guestapi.Port)
 	if err != nil {
 		return guestapi.InitResponse{}, h.guestError("reach the agent", err)
 	}
 	defer conn.Close()
-	once := guestapi.NewClient(func(context.Context) (net.Conn, error) { return conn, nil })
-	defer once.Close()
+	init := guestapi.InitOver
+	if port == guestapi.Port {
+		init = initOverHTTP
+	}
 	sent := time.Now()
 	req.UnixNano = sent.UnixNano()
-	resp, err := once.Init(ctx, h.token, req)
+	resp, err := init(ctx, conn, h.token, req)
 	if err != nil {
 		return guestapi.InitResponse{}, h.guestError("init", err)
 	}
@@ -245,6 +247,13 @@ func (h *host) initGuest(ctx context.Context, req guestapi.InitRequest) (guestap
 	return resp, h.syncClock(ctx, late)
 }
 
+// initOverHTTP is for agents of before, which take no calls as frames.
+func initOverHTTP(ctx context.Context, conn net.Conn, token string, req guestapi.InitRequest) (guestapi.InitResponse, error) {
+	once := guestapi.NewClient(func(context.Context) (net.Conn, error) { return conn, nil })
+	defer once.Close()
+	return once.Init(ctx, token, req)
+}
+
 // clockTolerance is how wrong a guest's clock may be left: half of the second
 // that is promised.
 const clockTolerance = 500 * time.Millisecond
@@ -253,7 +262,7 @@ const clockTolerance = 500 * time.Millisecond
 // enough: on a loaded host an init may have been under way for seconds.
 func (h *host) syncClock(ctx context.Context, late time.Duration) error {
 	for try := 0; late > clockTolerance && try < 20; try++ {
-		conn, err := h.dialAgent(ctx)
+		conn, _, err := h.dialAgent(ctx, guestapi.Port)
 		if err != nil {
 			return h.guestError("reach the agent", err)
 		}
@@ -270,18 +279,23 @@ func (h *host) syncClock(ctx context.Context, late time.Duration) error {
 	return nil
 }
 
-// dialAgent connects to the agent, again and again until it listens.
-func (h *host) dialAgent(ctx context.Context) (net.Conn, error) {
+// dialAgent connects to the first of the agent's ports that takes it, again and
+// again until one does, and returns which.
+func (h *host) dialAgent(ctx context.Context, ports ...uint16) (net.Conn, uint16, error) {
 	for pause := 2 * time.Millisecond; ; pause = min(2*pause, 100*time.Millisecond) {
-		attempt, cancel := context.WithTimeout(ctx, 5*time.Second)
-		conn, err := h.dialGuest(attempt, guestapi.Port, true)
-		cancel()
-		if err == nil {
-			return conn, nil
+		var last error
+		for _, port := range ports {
+			attempt, cancel := context.WithTimeout(ctx, 5*time.Second)
+			conn, err := h.dialGuest(attempt, port, true)
+			cancel()
+			if err == nil {
+				return conn, port, nil
+			}
+			last = err
 		}
 		select {
 		case <-ctx.Done():
-			return nil, fmt.Errorf("%w (last: %v)", ctx.Err(), err)
+			return nil, 0, fmt.Errorf("%w (last: %v)", ctx.Err(), last)
 		case <-time.After(pause):
 		}
 	}

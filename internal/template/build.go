@@ -27,6 +27,8 @@ var cmdline = strings.Join([]string{
 	"init_on_free=1",               // freed pages are zero, and zero pages are not stored
 	"transparent_hugepage=madvise", // else a touched page dirties 2 MiB
 	"audit=0",                      // nobody reads it
+	"lsm=landlock,yama",            // of those that Debian's kernel has, the ones that are of use without a policy
+	"GODEBUG=asyncpreemptoff=1",    // the agent's environment: its loops are short, and a signal is much code after a resume
 	"cryptomgr.notests",            // self-tests of ciphers are a tenth of a boot without hardware virtualisation
 }, " ")
 

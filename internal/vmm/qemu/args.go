@@ -42,8 +42,9 @@ const kernelArguments = "console=ttyS0 panic=-1"
 // speculation can leak there, and what guards against it (page tables that
 // change at every system call above all) is what emulation is slowest at. The
 // emulated counter stands still with the machine, so it is as good a clock as
-// there is, but looks bad to a kernel that boots slowly.
-const emulatedArguments = "mitigations=off tsc=reliable"
+// there is, but looks bad to a kernel that boots slowly. Pressure accounting is
+// work at each change of task.
+const emulatedArguments = "mitigations=off tsc=reliable psi=0"
 
 // files are a Spec's files with absolute paths, and the base image's length.
 type files struct {
