@@ -47,7 +47,7 @@ var Allowed = map[string][]string{
 
 	// what is stored
 	"internal/snapshot":      {"internal/blob", "internal/pack", "internal/page"},
-	"internal/tier":          {"internal/blob", "internal/blob/disk", "internal/failpoint", "internal/pack", "internal/snapshot"},
+	"internal/tier":          {"internal/atomicfile", "internal/blob", "internal/blob/disk", "internal/failpoint", "internal/pack", "internal/page", "internal/snapshot"},
 	"internal/pack":          {"internal/blob", "internal/page"},
 	"internal/blob":          {},
 	"internal/blob/disk":     {"internal/atomicfile", "internal/blob"},
