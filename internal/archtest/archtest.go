@@ -31,7 +31,7 @@ var Allowed = map[string][]string{
 
 	// the service
 	"internal/server":   {"api", "api/process", "api/process/processconnect", "internal/guestapi", "internal/sandbox"},
-	"internal/sandbox":  {"internal/catalog", "internal/failpoint", "internal/guestapi", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm"},
+	"internal/sandbox":  {"internal/blob", "internal/catalog", "internal/failpoint", "internal/guestapi", "internal/shim", "internal/snapshot", "internal/template", "internal/tier", "internal/vmm"},
 	"internal/catalog":  {},
 	"internal/template": {"internal/atomicfile"},
 

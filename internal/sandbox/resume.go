@@ -15,10 +15,11 @@ import (
 	"github.com/hibernacle/hibernacle/internal/vmm"
 )
 
-// tierLocal and tierBoot are the tiers of a ResumeReport.
+// The tiers of a ResumeReport.
 const (
-	tierLocal = "local"
-	tierBoot  = "boot"
+	tierLocal  = "local"
+	tierRemote = "remote"
+	tierBoot   = "boot"
 )
 
 // ResumeOptions says what a resume shall do without, for measuring. The zero
@@ -45,7 +46,7 @@ func (c *Core) Resume(ctx context.Context, id string, o ResumeOptions) (Sandbox,
 		}
 		return c.wake(ctx, e, op)
 	})
-	return e.view(), err
+	return c.view(e), err
 }
 
 // wake makes sure that the sandbox runs, without touching a failed one.
@@ -131,8 +132,11 @@ func (c *Core) start(ctx context.Context, e *entry, points startPoints, request 
 		return err
 	}
 	report := ResumeReport{Tier: tierLocal, Phases: map[string]float64{}, BytesRead: rep.BytesRead, Faults: rep.Faults, PrefetchedBytes: rep.PrefetchedBytes, Warnings: rep.Warnings}
-	if boot {
+	switch {
+	case boot:
 		report.Tier = tierBoot
+	case rep.Remote:
+		report.Tier = tierRemote
 	}
 	for name, ms := range rep.Phases {
 		report.Phases[name] = ms
@@ -141,10 +145,13 @@ func (c *Core) start(ctx context.Context, e *entry, points startPoints, request 
 	report.Phases["vmm"] = ms(prepared.Sub(begun))
 	report.TotalMS = since(request)
 	err = c.change(ctx, e, func(r *record) {
-		r.State, r.Reason, r.LastResume = StateRunning, "", &report
+		r.State, r.Reason, r.LastUsed, r.LastResume = StateRunning, "", time.Now().UTC(), &report
 	})
 	if err != nil {
 		return err
+	}
+	if rep.Remote && c.cfg.Tier != nil {
+		c.cfg.Tier.Promote(*e.rec.Snapshot)
 	}
 	c.watch(e, vm)
 	return nil
