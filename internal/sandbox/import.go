@@ -42,7 +42,7 @@ func (c *Core) Import(ctx context.Context, takeOver bool, progress func(done, to
 	defer c.storeTurn.Unlock()
 	im := importing{core: c, templates: map[string]*importedTemplate{}}
 	defer im.end()
-	err = c.cfg.Tier.Import(ctx, takeOver, im.want, im.accept, progress)
+	err = c.cfg.Tier.Import(ctx, takeOver, tier.Receiver{Dir: im.dir, Template: im.template, Sandbox: im.sandbox, Skipped: im.skipped, Progress: progress})
 	im.out.Templates = slices.Sorted(maps.Keys(im.added))
 	switch {
 	case errors.Is(err, tier.ErrOwned):
@@ -59,7 +59,8 @@ func noRemote(what string) error {
 	return &Error{Kind: ErrInvalid, Message: "this host has no remote store: " + what, Hint: "name one with hib serve --store"}
 }
 
-// importing is an import under way. The tier calls want and accept, one after the other.
+// importing is an import under way. The tier calls its methods one after the
+// other.
 type importing struct {
 	core      *Core
 	templates map[string]*importedTemplate // by name
@@ -76,17 +77,43 @@ type importedTemplate struct {
 	numbers map[int]int // of a version here, by that where it was built
 }
 
-func (im *importing) skip(id string, format string, args ...any) {
-	im.out.Skipped = append(im.out.Skipped, "sandbox "+id+": "+fmt.Sprintf(format, args...))
+func (im *importing) skipped(sandbox string, err error) {
+	im.out.Skipped = append(im.out.Skipped, fmt.Sprintf("sandbox %s: %v", clip(sandbox), err))
 }
 
-// want says whether a sandbox is to be brought here, and the folder that the
-// files of its template go to, "" if they are here.
-func (im *importing) want(r tier.Replica) (dir string, wanted bool) {
-	rec, v, err := decodeReplica(r)
+// dir returns the folder that the files of a template belong to, "" if template
+// will refuse it.
+func (im *importing) dir(r tier.Template) string {
+	name, v, err := decodeTemplateReplica(r)
 	if err != nil {
-		im.skip(clip(r.Sandbox), "%v", err)
-		return "", false
+		return ""
+	}
+	number, err := im.place(name, v)
+	if err != nil {
+		return ""
+	}
+	return im.core.templateDir(name, number)
+}
+
+// template records a version of a template whose files are here.
+func (im *importing) template(ctx context.Context, r tier.Template) error {
+	name, v, err := decodeTemplateReplica(r)
+	if err != nil {
+		return err
+	}
+	if v.Number, err = im.place(name, v); err != nil {
+		return err
+	}
+	return im.addVersion(ctx, im.templates[name], v)
+}
+
+// sandbox records a sandbox of which all that a resume needs is here. Each step
+// of an import leaves what a start of the daemon puts in order: a version that
+// nobody uses, a name without a sandbox.
+func (im *importing) sandbox(ctx context.Context, r tier.Replica) error {
+	rec, err := decodeReplica(r)
+	if err != nil {
+		return err
 	}
 	c := im.core
 	c.mu.Lock()
@@ -95,95 +122,77 @@ func (im *importing) want(r tier.Replica) (dir string, wanted bool) {
 	c.mu.Unlock()
 	switch {
 	case here:
-		im.skip(rec.ID, "it is here already")
-		return "", false
+		return errors.New("it is here already")
 	case rec.Name != "" && holder != "":
-		im.skip(rec.ID, "its name %s is that of sandbox %s here; hib rm %s, then import again", rec.Name, holder, holder)
-		return "", false
+		return fmt.Errorf("its name %s is that of sandbox %s; hib rm %s, then import again", rec.Name, holder, holder)
 	}
-	number, found, err := im.place(rec.Template, v)
-	switch {
-	case err != nil:
-		im.skip(rec.ID, "%v", err)
-		return "", false
-	case found:
-		return "", true
-	}
-	return c.templateDir(rec.Template, number), true
-}
-
-// decodeReplica reads the records of a replica, which nobody has checked yet.
-func decodeReplica(r tier.Replica) (record, templateVersion, error) {
-	rec, err := decodeRecord(r.Record)
-	if err != nil {
-		return rec, templateVersion{}, fmt.Errorf("its record: %w", err)
-	}
-	t, err := decodeTemplate(r.Template.Record)
-	if err != nil {
-		return rec, templateVersion{}, fmt.Errorf("the record of its template: %w", err)
-	}
-	v, ok := t.find(t.Current)
-	switch {
-	case !idPattern.MatchString(rec.ID), rec.ID != r.Sandbox, rec.Name != "" && !namePattern.MatchString(rec.Name):
-		return rec, v, errors.New("its record has a wrong id or name")
-	case rec.Snapshot == nil, *rec.Snapshot != r.Snapshot, rec.Metadata == nil:
-		return rec, v, errors.New("its record names another snapshot")
-	case !ok, v.Number < 1, t.Name != rec.Template, v.Number != rec.TemplateVersion, !templatePattern.MatchString(t.Name):
-		return rec, v, errors.New("the record of its template is of another one")
-	}
-	return rec, v, nil
-}
-
-// place finds or reserves the number of a template's version here; found says
-// that the version is here.
-func (im *importing) place(name string, v templateVersion) (number int, found bool, err error) {
-	it := im.templates[name]
-	if it == nil {
-		t, next, err := im.core.beginBuild(name)
-		if err != nil {
-			return 0, false, err
-		}
-		it = &importedTemplate{t: t, existed: t.rec.Current != 0, next: next, numbers: map[int]int{}}
-		im.templates[name] = it
-	}
-	for _, have := range it.t.rec.Versions {
-		if have.BaseDigest == v.BaseDigest && have.KernelDigest == v.KernelDigest {
-			it.numbers[v.Number] = have.Number
-			return have.Number, true, nil
-		}
-	}
-	number, reserved := it.numbers[v.Number]
-	if !reserved {
-		number = max(it.next, v.Number)
-		it.numbers[v.Number], it.next = number, number+1
-	}
-	return number, false, nil
-}
-
-// accept records a sandbox of which all that a resume needs is here. Each of
-// its steps leaves what a start of the daemon puts in order: a version that
-// nobody uses, a name without a sandbox.
-func (im *importing) accept(ctx context.Context, r tier.Replica) error {
-	rec, v, err := decodeReplica(r)
-	if err != nil {
-		return err
-	}
-	it := im.templates[rec.Template]
-	v.Number = it.numbers[v.Number]
-	if err := im.addVersion(ctx, it, v); err != nil {
-		return err
-	}
-	rec.TemplateVersion, rec.LastUsed = v.Number, r.LastUsed
-	err = im.core.adoptRecord(ctx, rec)
-	if errors.Is(err, ErrConflict) {
-		im.skip(rec.ID, "%v", err) // somebody took its name meanwhile
-		return nil
-	}
-	if err != nil {
+	rec.TemplateVersion, rec.LastUsed = im.templates[rec.Template].numbers[rec.TemplateVersion], r.LastUsed
+	if err := c.adoptRecord(ctx, rec); err != nil {
 		return err
 	}
 	im.out.Sandboxes = append(im.out.Sandboxes, rec.ID)
 	return nil
+}
+
+// decodeReplica reads the record of a sandbox, which nobody has checked yet.
+func decodeReplica(r tier.Replica) (record, error) {
+	rec, err := decodeRecord(r.Record)
+	if err != nil {
+		return rec, fmt.Errorf("its record: %w", err)
+	}
+	switch {
+	case !idPattern.MatchString(rec.ID), rec.ID != r.Sandbox, rec.Name != "" && !namePattern.MatchString(rec.Name):
+		return rec, errors.New("its record has a wrong id or name")
+	case rec.State != StateStandby, rec.Handle != nil, rec.Pending != "":
+		return rec, errors.New("its record is not that of a sandbox in standby")
+	case rec.Snapshot == nil, *rec.Snapshot != r.Snapshot, rec.Metadata == nil:
+		return rec, errors.New("its record names another snapshot")
+	case rec.Template != r.Template.Name, rec.TemplateVersion != r.Template.Version:
+		return rec, errors.New("its record names another template")
+	}
+	return rec, checkShape(rec.Shape)
+}
+
+// decodeTemplateReplica reads the record of a template's version, which nobody
+// has checked yet.
+func decodeTemplateReplica(r tier.Template) (name string, v templateVersion, err error) {
+	t, err := decodeTemplate(r.Record)
+	if err != nil {
+		return "", v, fmt.Errorf("its record: %w", err)
+	}
+	v, ok := t.find(t.Current)
+	if !ok || v.Number < 1 || t.Name != r.Name || v.Number != r.Version || !templatePattern.MatchString(t.Name) {
+		return "", v, errors.New("its record is that of another template")
+	}
+	return t.Name, v, nil
+}
+
+// place returns the number that a version of a template has here, or is to
+// have: its own, unless another one has that.
+func (im *importing) place(name string, v templateVersion) (number int, err error) {
+	it := im.templates[name]
+	if it == nil {
+		t, next, err := im.core.beginBuild(name)
+		if err != nil {
+			return 0, err
+		}
+		it = &importedTemplate{t: t, existed: t.rec.Current != 0, next: next, numbers: map[int]int{}}
+		im.templates[name] = it
+	}
+	if number, known := it.numbers[v.Number]; known {
+		return number, nil
+	}
+	for _, have := range it.t.rec.Versions {
+		if have.BaseDigest == v.BaseDigest && have.KernelDigest == v.KernelDigest {
+			number = have.Number
+		}
+	}
+	if number == 0 {
+		number = max(it.next, v.Number)
+		it.next = number + 1
+	}
+	it.numbers[v.Number] = number
+	return number, nil
 }
 
 // addVersion records a version whose files are here, unless it is there.

@@ -83,6 +83,9 @@ type Repository interface {
 	Metadata(ctx context.Context, ref snapshot.Ref) (snapshot.Metadata, error)
 	Delete(ctx context.Context, id snapshot.ID) error
 	Collect(ctx context.Context, roots, keep []snapshot.ID) (snapshot.Collected, error)
+
+	// Garbage finds out what Collect would delete.
+	Garbage(ctx context.Context, roots, keep []snapshot.ID) (snapshot.Collected, error)
 	Status(ctx context.Context) (snapshot.Status, error)
 	Verify(ctx context.Context, progress func(done, total int64)) (objects int, bytes int64, faults []error, err error)
 

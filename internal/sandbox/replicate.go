@@ -20,7 +20,7 @@ type Tier interface {
 	Evict(ctx context.Context, ref snapshot.Ref) (packs int, bytes int64, err error)
 	Local(ctx context.Context, ref snapshot.Ref) (bytes int64, err error)
 	Collect(ctx context.Context, roots, keep []snapshot.ID, dryRun bool) (tier.Collected, error)
-	Import(ctx context.Context, takeOver bool, want func(tier.Replica) (dir string, wanted bool), accept func(context.Context, tier.Replica) error, progress func(done, total int64)) error
+	Import(ctx context.Context, takeOver bool, to tier.Receiver) error
 }
 
 // replicable reports whether the record stands for something that its template

@@ -134,27 +134,38 @@ func (c *Core) Collect(ctx context.Context, dryRun bool) (Collected, error) {
 	needed, announced := c.roots()
 	keep = slices.AppendSeq(keep, maps.Keys(announced))
 	roots := slices.Collect(maps.Keys(needed))
-	local, err := c.cfg.Snapshots.Collect(ctx, roots, keep, dryRun)
-	if err != nil {
-		err = unavailable(err, "collect garbage")
-	}
-	if !dryRun {
-		c.cfg.Events.collect(local, err)
-	}
+	local, err := c.collectLocal(ctx, roots, keep, dryRun)
 	if err != nil {
 		return Collected{}, err
 	}
-	out := Collected{DryRun: dryRun, Objects: local.Keys, Tiers: []CollectedTier{{
+	out := Collected{DryRun: dryRun, Objects: local.Objects, Tiers: []CollectedTier{{
 		Tier: tierNameLocal, Objects: local.Manifests + local.States + local.Packs, Bytes: local.Bytes, InUse: local.InUse}}}
 	if c.cfg.Tier != nil {
 		remote, err := c.cfg.Tier.Collect(ctx, roots, keep, dryRun)
-		t := CollectedTier{Tier: tierRemote, Objects: remote.Objects, Bytes: remote.Bytes}
+		t := CollectedTier{Tier: tierRemote, Objects: remote.Objects, Bytes: remote.Bytes, InUse: remote.InUse}
 		if err != nil {
 			t.Error = err.Error()
 		}
 		out.Tiers, out.Objects = append(out.Tiers, t), append(out.Objects, remote.Keys...)
 	}
 	return out, nil
+}
+
+// collectLocal collects the local disk, or only finds out what would go.
+func (c *Core) collectLocal(ctx context.Context, roots, keep []snapshot.ID, dryRun bool) (snapshot.Collected, error) {
+	if dryRun {
+		garbage, err := c.cfg.Snapshots.Garbage(ctx, roots, keep)
+		if err != nil {
+			err = unavailable(err, "look for garbage")
+		}
+		return garbage, err
+	}
+	deleted, err := c.cfg.Snapshots.Collect(ctx, roots, keep)
+	if err != nil {
+		err = unavailable(err, "collect garbage")
+	}
+	c.cfg.Events.collect(deleted, err)
+	return deleted, err
 }
 
 // unsettled counts the sandboxes whose records may not be what memory says.

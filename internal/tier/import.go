@@ -25,7 +25,7 @@ const (
 // concerns that one only goes to Skipped. Whatever was accepted before is given
 // again when an import is repeated.
 type Receiver struct {
-	Dir      func(template string, version int) string   // where the files of a template belong
+	Dir      func(t Template) string                     // where the files of t belong; "": nowhere, Template will refuse it
 	Template func(ctx context.Context, t Template) error // its files are in t.Dir, its base snapshots in the local store but for the packs
 	Sandbox  func(ctx context.Context, r Replica) error  // after its template; its snapshot is in the local store but for the packs
 	Skipped  func(sandbox string, err error)             // a sandbox that could not be taken, and why
@@ -195,7 +195,7 @@ func (i *importing) sandbox(ctx context.Context, r record) error {
 func (i *importing) template(ctx context.Context, rec templateRecord) (Template, error) {
 	tpl := Template{Name: rec.Name, Version: rec.Version, Record: rec.Record, Bases: rec.Bases}
 	if rec.List != "" {
-		tpl.Dir = i.to.Dir(rec.Name, rec.Version)
+		tpl.Dir = i.to.Dir(tpl)
 	}
 	key := rec.listKey()
 	if err, ok := i.templates[key]; ok {
