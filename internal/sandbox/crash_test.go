@@ -135,7 +135,7 @@ func settled(h *host) {
 				return false
 			}
 		}
-		_, err = h.core.Collect(h.t.Context(), false)
+		_, err = h.core.Collect(h.t.Context(), sandbox.CollectOptions{})
 		why = fmt.Sprint(err)
 		return err == nil
 	})
@@ -218,7 +218,7 @@ func checkAll(h *host) {
 	if err := h.core.RemoveTemplate(ctx, "base"); err != nil {
 		h.t.Fatal(err)
 	}
-	if _, err := h.core.Collect(ctx, false); err != nil {
+	if _, err := h.core.Collect(ctx, sandbox.CollectOptions{}); err != nil {
 		h.t.Fatal(err)
 	}
 	if n := h.w.Snapshots(); n != 0 {

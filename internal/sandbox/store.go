@@ -103,6 +103,11 @@ func (c *Core) verifyTemplate(v namedVersion) error {
 // a snapshot just deleted nor its successor just made would take the packs
 // that both use for garbage.
 
+// CollectOptions says how to collect. The zero value is the usual way.
+type CollectOptions struct {
+	DryRun bool // delete nothing, only find out what would go
+}
+
 // Collected says what a collection deleted, or would delete.
 type Collected struct {
 	DryRun  bool
@@ -119,11 +124,11 @@ type CollectedTier struct {
 	Error   string // why this tier was not collected, "" if it was; another collection will
 }
 
-// Collect deletes what no record needs any more, from the local disk and then
-// from the remote store, or with dryRun only says what would go. It does
-// nothing, and says so, while a sandbox is not settled. That the remote store
-// cannot be reached is no error.
-func (c *Core) Collect(ctx context.Context, dryRun bool) (Collected, error) {
+// Collect deletes what no record needs any more and nobody has open, from the
+// local disk and then from the remote store. It does nothing, and says so,
+// while a sandbox is not settled. That the remote store cannot be reached is
+// in the result, and no error.
+func (c *Core) Collect(ctx context.Context, o CollectOptions) (Collected, error) {
 	c.storeTurn.Lock()
 	defer c.storeTurn.Unlock()
 	keep := c.mint.hold()
@@ -134,14 +139,14 @@ func (c *Core) Collect(ctx context.Context, dryRun bool) (Collected, error) {
 	needed, announced := c.roots()
 	keep = slices.AppendSeq(keep, maps.Keys(announced))
 	roots := slices.Collect(maps.Keys(needed))
-	local, err := c.collectLocal(ctx, roots, keep, dryRun)
+	local, err := c.collectLocal(ctx, roots, keep, o.DryRun)
 	if err != nil {
 		return Collected{}, err
 	}
-	out := Collected{DryRun: dryRun, Objects: local.Objects, Tiers: []CollectedTier{{
+	out := Collected{DryRun: o.DryRun, Objects: local.Objects, Tiers: []CollectedTier{{
 		Tier: tierNameLocal, Objects: local.Manifests + local.States + local.Packs, Bytes: local.Bytes, InUse: local.InUse}}}
 	if c.cfg.Tier != nil {
-		remote, err := c.cfg.Tier.Collect(ctx, roots, keep, dryRun)
+		remote, err := c.cfg.Tier.Collect(ctx, roots, keep, o.DryRun)
 		t := CollectedTier{Tier: tierRemote, Objects: remote.Objects, Bytes: remote.Bytes, InUse: remote.InUse}
 		if err != nil {
 			t.Error = err.Error()
@@ -310,7 +315,7 @@ func (c *Core) emptyTrash() {
 			}
 		case <-timer.C:
 			armed = false
-			if _, err := c.Collect(ctx, false); err != nil && ctx.Err() == nil {
+			if _, err := c.Collect(ctx, CollectOptions{}); err != nil && ctx.Err() == nil {
 				c.log.Debug("collection put off", keyError, err)
 				timer.Reset(c.cfg.CollectDelay)
 				armed = true
