@@ -49,11 +49,8 @@ type Step struct {
 type World struct {
 	Dir     string // of templates and console logs
 	Catalog catalogtest.Memory
-<<<<<<< HEAD
 	Truth   sandbox.Catalog // what the core writes to; nil: Catalog
-=======
-	Remote  bool // resumes say that they read from the remote store
->>>>>>> b667180 (sandbox: import through the tier's receiver, collect both tiers)
+	Remote  bool            // resumes say that they read from the remote store
 
 	mu          sync.Mutex
 	machines    map[string]*machine // alive, by name
