@@ -32,7 +32,7 @@ var Allowed = map[string][]string{
 
 	// the service
 	"internal/server":   {"api", "api/process", "api/process/processconnect", "internal/guestapi", "internal/sandbox"},
-	"internal/sandbox":  {"internal/catalog", "internal/failpoint", "internal/guestapi", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm"},
+	"internal/sandbox":  {"internal/blob", "internal/catalog", "internal/failpoint", "internal/guestapi", "internal/shim", "internal/snapshot", "internal/template", "internal/tier", "internal/vmm"},
 	"internal/catalog":  {},
 	"internal/template": {"internal/atomicfile"},
 
@@ -72,7 +72,7 @@ var Allowed = map[string][]string{
 	"internal/blob/s3/s3test/s3server": {"internal/blob/s3/s3test"},
 	"internal/vnet/vnettest":           {"internal/vnet"},
 	"internal/server/servertest":       {"api", "internal/guest", "internal/guestapi", "internal/sandbox", "internal/server"},
-	"internal/sandbox/sandboxtest":     {"internal/catalog", "internal/catalog/catalogtest", "internal/guestapi", "internal/sandbox", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm"},
+	"internal/sandbox/sandboxtest":     {"internal/catalog", "internal/catalog/catalogtest", "internal/guestapi", "internal/sandbox", "internal/shim", "internal/snapshot", "internal/template", "internal/tier", "internal/vmm"},
 	"internal/catalog/catalogtest":     {"internal/catalog"},
 	"demo":                             {"api", "client", "internal/bench"},
 	"test/hibtest":                     {"api", "internal/bench", "internal/shim"},

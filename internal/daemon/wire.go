@@ -74,7 +74,7 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 			Binary: c.Program, RunDir: f.Run, Store: f.Store, Account: credential(a),
 			Driver: driverConfig, FullCapture: probe != nil,
 		}},
-		Snapshots:    sandbox.FromRepository(snapshot.NewRepository(store)),
+		Snapshots:    sandbox.FromRepository(snapshot.NewRepository(store), store),
 		Keys:         driver,
 		Builder:      &sandbox.TemplateBuilder{},
 		TemplatesDir: f.Templates,

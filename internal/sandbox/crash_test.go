@@ -143,7 +143,7 @@ func settled(h *host) {
 				return false
 			}
 		}
-		_, err = h.core.Collect(h.t.Context())
+		_, err = h.core.Collect(h.t.Context(), sandbox.CollectOptions{})
 		why = fmt.Sprint(err)
 		return err == nil
 	})
@@ -225,7 +225,7 @@ func checkAll(h *host) {
 		h.t.Fatal(err)
 	}
 	wait(h.t, "no machine is left", func() bool { return len(h.w.Machines()) == 0 })
-	if _, err := h.core.Collect(ctx); err != nil {
+	if _, err := h.core.Collect(ctx, sandbox.CollectOptions{}); err != nil {
 		h.t.Fatal(err)
 	}
 	if n := h.w.Snapshots(); n != 0 {

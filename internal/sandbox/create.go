@@ -114,7 +114,7 @@ func (c *Core) create(ctx context.Context, rec record, boot bool) (Sandbox, erro
 	if err := <-done; err != nil {
 		return Sandbox{}, err
 	}
-	return e.view(), nil
+	return c.view(e), nil
 }
 
 // establish records a sandbox and starts it, or takes it back.

@@ -290,9 +290,13 @@ func (c *Core) change(ctx context.Context, e *entry, mutate func(*record)) error
 		return stepError(err, "record sandbox %s as %s", e.id, next.State)
 	}
 	isNew := e.rev == 0
+	portable := next.Snapshot != e.rec.Snapshot || !next.LastUsed.Equal(e.rec.LastUsed) || next.Name != e.rec.Name
 	e.mu.Lock()
 	e.rec, e.rev = next, rev
 	e.mu.Unlock()
+	if portable {
+		c.replicate(e)
+	}
 	if isNew {
 		from = ""
 	}

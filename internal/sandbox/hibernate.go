@@ -46,7 +46,7 @@ func (c *Core) Hibernate(ctx context.Context, id string, o HibernateOptions) (Sa
 		c.cfg.Events.hibernate(e.id, report, err)
 		return err
 	})
-	return e.view(), err
+	return c.view(e), err
 }
 
 // hibernate takes and commits a snapshot of a running sandbox, or leaves it running.
@@ -124,7 +124,7 @@ func (c *Core) commit(ctx context.Context, e *entry, o HibernateOptions, sealed 
 	err := c.change(ctx, e, func(r *record) {
 		r.State = StateStandby
 		r.commit(sealed.Snapshot, sealed.Metadata)
-		r.LastHibernate = &report
+		r.LastUsed, r.LastHibernate = time.Now().UTC(), &report
 	})
 	if err != nil {
 		return err

@@ -2,8 +2,10 @@ package sandbox
 
 import (
 	"context"
+	"errors"
 	"net"
 
+	"github.com/hibernacle/hibernacle/internal/blob"
 	"github.com/hibernacle/hibernacle/internal/catalog"
 	"github.com/hibernacle/hibernacle/internal/shim"
 	"github.com/hibernacle/hibernacle/internal/snapshot"
@@ -86,14 +88,49 @@ type Repository interface {
 	Metadata(ctx context.Context, ref snapshot.Ref) (snapshot.Metadata, error)
 	Delete(ctx context.Context, id snapshot.ID) error
 	Collect(ctx context.Context, roots, keep []snapshot.ID) (snapshot.Collected, error)
+
+	// Garbage finds out what Collect would delete.
+	Garbage(ctx context.Context, roots, keep []snapshot.ID) (snapshot.Collected, error)
 	Status(ctx context.Context) (snapshot.Status, error)
 	Verify(ctx context.Context, progress func(done, total int64)) (objects int, bytes int64, faults []error, err error)
+
+	// Footprint measures a snapshot; shared says which packs others use.
+	Footprint(ctx context.Context, ref snapshot.Ref, shared func(pack snapshot.ID) bool) (snapshot.Footprint, error)
+
+	// DropCache makes the host let go of the pages of the snapshot's local
+	// objects that it keeps in memory.
+	DropCache(ctx context.Context, ref snapshot.Ref) error
 }
 
-// FromRepository makes r a Repository of this package.
-func FromRepository(r *snapshot.Repository) Repository { return repository{r} }
+// Cache is where local objects are cached; a *disk.Store is one.
+type Cache interface {
+	// DropCache makes the host let go of the pages of an object that it keeps in
+	// memory; the error wraps blob.ErrNotExist if there is no such object.
+	DropCache(ctx context.Context, key string) error
+}
 
-type repository struct{ *snapshot.Repository }
+// FromRepository makes a Repository of this package of r, whose local objects
+// are cached by cache.
+func FromRepository(r *snapshot.Repository, cache Cache) Repository { return repository{r, cache} }
+
+type repository struct {
+	*snapshot.Repository
+	cache Cache
+}
+
+func (r repository) DropCache(ctx context.Context, ref snapshot.Ref) error {
+	keys, err := r.Keys(ctx, ref)
+	if err != nil {
+		return err
+	}
+	for _, key := range keys {
+		// What is not local is not cached either.
+		if err := r.cache.DropCache(ctx, key); err != nil && !errors.Is(err, blob.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
+}
 
 // Metadata reads the metadata of a snapshot, verified against its Ref.
 func (r repository) Metadata(ctx context.Context, ref snapshot.Ref) (snapshot.Metadata, error) {

@@ -276,7 +276,7 @@ func TestManyAtOnce(t *testing.T) {
 	var collector sync.WaitGroup
 	collector.Go(func() {
 		for stop.Err() == nil {
-			if _, err := h.core.Collect(ctx); err != nil && !errors.Is(err, sandbox.ErrUnavailable) {
+			if _, err := h.core.Collect(ctx, sandbox.CollectOptions{}); err != nil && !errors.Is(err, sandbox.ErrUnavailable) {
 				t.Error(err)
 			}
 		}

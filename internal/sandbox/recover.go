@@ -145,13 +145,16 @@ func (c *Core) recoverSandbox(ctx context.Context, e *entry) error {
 	e.mu.Lock()
 	e.unsettled = false // until a step says otherwise
 	e.mu.Unlock()
-	err := c.recoverState(ctx, e)
-	if err != nil {
+	if err := c.recoverState(ctx, e); err != nil {
 		e.mu.Lock()
 		e.unsettled = !e.gone
 		e.mu.Unlock()
+		return err
 	}
-	return err
+	if !e.gone {
+		c.replicate(e)
+	}
+	return nil
 }
 
 func (c *Core) recoverState(ctx context.Context, e *entry) error {

@@ -185,7 +185,7 @@ func TestShimThatDoesNotAnswer(t *testing.T) {
 	h.core = core
 	_, err = h.core.Dial(t.Context(), s.ID, 80)
 	isA(t, err, sandbox.ErrUnavailable)
-	_, err = h.core.Collect(t.Context())
+	_, err = h.core.Collect(t.Context(), sandbox.CollectOptions{})
 	isA(t, err, sandbox.ErrUnavailable)
 	if len(h.w.Machines()) != 1 {
 		t.Fatalf("machines: %v", h.w.Machines())

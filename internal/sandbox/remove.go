@@ -73,6 +73,9 @@ func (c *Core) erase(ctx context.Context, e *entry) error {
 		return stepError(err, "free the name of sandbox %s", e.id)
 	}
 	if e.rev != 0 {
+		if c.cfg.Tier != nil && e.rec.replicable() {
+			c.cfg.Tier.Forget(e.id) // while the record is still there to bring us here again
+		}
 		if err := erase(ctx, c.cfg.Catalog, kindSandbox, e.id, e.rev); err != nil {
 			e.mu.Lock()
 			e.unsettled = true

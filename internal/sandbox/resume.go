@@ -57,7 +57,7 @@ func (c *Core) Resume(ctx context.Context, id string, o ResumeOptions) (Sandbox,
 		}
 		return c.wake(ctx, e, o)
 	})
-	return e.view(), err
+	return c.view(e), err
 }
 
 // wake makes sure that the sandbox runs, without touching a failed one.
@@ -178,10 +178,13 @@ func (c *Core) start(ctx context.Context, e *entry, req startRequest) error {
 	report.Phases["record"] = ms(begun.Sub(req.at))
 	report.TotalMS = since(req.at)
 	err = c.change(ctx, e, func(r *record) {
-		r.State, r.Reason, r.LastResume = StateRunning, "", &report
+		r.State, r.Reason, r.LastUsed, r.LastResume = StateRunning, "", time.Now().UTC(), &report
 	})
 	if err != nil {
 		return err
+	}
+	if req.from != originParked && report.Tier == tierRemote && c.cfg.Tier != nil {
+		c.cfg.Tier.Promote(*e.rec.Snapshot)
 	}
 	c.watch(e, e.vm)
 	return nil

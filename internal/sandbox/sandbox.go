@@ -48,6 +48,8 @@ type Config struct {
 	Builder      Builder
 	TemplatesDir string // templates are kept in TemplatesDir/NAME/vN
 
+	Tier           Tier                             // replicates to a remote store; nil: there is none
+	StoreDir       string                           // folder of the store, as people are shown it
 	Build          template.Options                 // CacheDir and GuestBinary of template builds
 	Console        func(name string) string         // path of the console log of a sandbox or base machine; nil: none is kept
 	FreeBytes      func() (int64, error)            // free space where snapshots are kept; nil: not watched
@@ -205,14 +207,14 @@ func (c *Core) Get(_ context.Context, id string) (Sandbox, error) {
 	if err != nil {
 		return Sandbox{}, err
 	}
-	return e.view(), nil
+	return c.view(e), nil
 }
 
 // List returns all sandboxes, the oldest first.
 func (c *Core) List(context.Context) ([]Sandbox, error) {
 	var list []Sandbox
 	for _, e := range c.all() {
-		list = append(list, e.view())
+		list = append(list, c.view(e))
 	}
 	slices.SortFunc(list, func(a, b Sandbox) int {
 		if n := a.CreatedAt.Compare(b.CreatedAt); n != 0 {

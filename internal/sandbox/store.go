@@ -13,46 +13,11 @@ import (
 	"github.com/hibernacle/hibernacle/internal/snapshot"
 )
 
-// StoreStatus says what the store holds.
-type StoreStatus struct {
-	Packs         int
-	PackBytes     int64
-	Manifests     int
-	ManifestBytes int64
-	States        int
-	StateBytes    int64
-	BaseImages    int
-	BaseBytes     int64
-	FreeBytes     int64 // on the store's file system, 0 if it is not watched
-}
-
 // Verify is what a verification of the store found.
 type Verify struct {
 	Objects int
 	Bytes   int64
 	Faults  []string // one line each, naming the object
-}
-
-// StoreStatus counts what the store holds.
-func (c *Core) StoreStatus(ctx context.Context) (StoreStatus, error) {
-	st, err := c.cfg.Snapshots.Status(ctx)
-	if err != nil {
-		return StoreStatus{}, unavailable(err, "look through the store")
-	}
-	s := StoreStatus{
-		Packs: st.Packs.Objects, PackBytes: st.Packs.Bytes, Manifests: st.Manifests.Objects, ManifestBytes: st.Manifests.Bytes,
-		States: st.States.Objects, StateBytes: st.States.Bytes,
-	}
-	for _, v := range c.versions() {
-		s.BaseImages++
-		s.BaseBytes += v.BaseBytes
-	}
-	if c.cfg.FreeBytes != nil {
-		if s.FreeBytes, err = c.cfg.FreeBytes(); err != nil {
-			return StoreStatus{}, unavailable(err, "look at the free space of the data folder")
-		}
-	}
-	return s, nil
 }
 
 // StoreVerify reads everything that the store and the templates hold and
@@ -138,19 +103,69 @@ func (c *Core) verifyTemplate(v namedVersion) error {
 // a snapshot just deleted nor its successor just made would take the packs
 // that both use for garbage.
 
-// Collect deletes what no record needs any more. It does nothing, and says so,
-// while a sandbox is not settled.
-func (c *Core) Collect(ctx context.Context) (snapshot.Collected, error) {
+// CollectOptions says how to collect. The zero value is the usual way.
+type CollectOptions struct {
+	DryRun bool // delete nothing, only find out what would go
+}
+
+// Collected says what a collection deleted, or would delete.
+type Collected struct {
+	DryRun  bool
+	Tiers   []CollectedTier // the local one first
+	Objects []string        // keys, of a dry run
+}
+
+// CollectedTier is what went from one tier.
+type CollectedTier struct {
+	Tier    string
+	Objects int
+	Bytes   int64
+	InUse   int    // left, since somebody has them open
+	Error   string // why this tier was not collected, "" if it was; another collection will
+}
+
+// Collect deletes what no record needs any more and nobody has open, from the
+// local disk and then from the remote store. It does nothing, and says so,
+// while a sandbox is not settled. That the remote store cannot be reached is
+// in the result, and no error.
+func (c *Core) Collect(ctx context.Context, o CollectOptions) (Collected, error) {
 	c.storeTurn.Lock()
 	defer c.storeTurn.Unlock()
 	keep := c.mint.hold()
 	defer c.mint.release()
 	if n := c.unsettled(); n > 0 {
-		return snapshot.Collected{}, unavailable(nil, "%d sandboxes are not settled, nothing is collected until they are", n)
+		return Collected{}, unavailable(nil, "%d sandboxes are not settled, nothing is collected until they are", n)
 	}
 	needed, announced := c.roots()
 	keep = slices.AppendSeq(keep, maps.Keys(announced))
-	deleted, err := c.cfg.Snapshots.Collect(ctx, slices.Collect(maps.Keys(needed)), keep)
+	roots := slices.Collect(maps.Keys(needed))
+	local, err := c.collectLocal(ctx, roots, keep, o.DryRun)
+	if err != nil {
+		return Collected{}, err
+	}
+	out := Collected{DryRun: o.DryRun, Objects: local.Objects, Tiers: []CollectedTier{{
+		Tier: tierNameLocal, Objects: local.Manifests + local.States + local.Packs, Bytes: local.Bytes, InUse: local.InUse}}}
+	if c.cfg.Tier != nil {
+		remote, err := c.cfg.Tier.Collect(ctx, roots, keep, o.DryRun)
+		t := CollectedTier{Tier: tierRemote, Objects: remote.Objects, Bytes: remote.Bytes, InUse: remote.InUse}
+		if err != nil {
+			t.Error = err.Error()
+		}
+		out.Tiers, out.Objects = append(out.Tiers, t), append(out.Objects, remote.Keys...)
+	}
+	return out, nil
+}
+
+// collectLocal collects the local disk, or only finds out what would go.
+func (c *Core) collectLocal(ctx context.Context, roots, keep []snapshot.ID, dryRun bool) (snapshot.Collected, error) {
+	if dryRun {
+		garbage, err := c.cfg.Snapshots.Garbage(ctx, roots, keep)
+		if err != nil {
+			err = unavailable(err, "look for garbage")
+		}
+		return garbage, err
+	}
+	deleted, err := c.cfg.Snapshots.Collect(ctx, roots, keep)
 	if err != nil {
 		err = unavailable(err, "collect garbage")
 	}
@@ -301,7 +316,7 @@ func (c *Core) emptyTrash() {
 			}
 		case <-timer.C:
 			armed = false
-			if _, err := c.Collect(ctx); err != nil && ctx.Err() == nil {
+			if _, err := c.Collect(ctx, CollectOptions{}); err != nil && ctx.Err() == nil {
 				c.log.Debug("collection put off", keyError, err)
 				timer.Reset(c.cfg.CollectDelay)
 				armed = true

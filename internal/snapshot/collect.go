@@ -4,18 +4,21 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 
 	"github.com/hibernacle/hibernacle/internal/blob"
 )
 
-// Collected says what Collect did.
+// Collected says what Collect did, or would do.
 type Collected struct {
-	Manifests int   `json:"manifests"` // deleted
-	States    int   `json:"states"`    // working sets go with them and are not counted
-	Packs     int   `json:"packs"`
-	Bytes     int64 `json:"bytes"`  // of all these
-	InUse     int   `json:"in_use"` // objects that stay until whoever has them open closes them
+	Manifests int      `json:"manifests"` // deleted
+	States    int      `json:"states"`    // working sets go with them and are not counted
+	Packs     int      `json:"packs"`
+	Bytes     int64    `json:"bytes"`             // of all these
+	InUse     int      `json:"in_use"`            // objects that stay until whoever has them open closes them
+	Objects   []string `json:"objects,omitempty"` // keys, sorted, of what would go
 }
 
 // Collect deletes every snapshot but roots and keep, and then the state files and
@@ -31,12 +34,21 @@ type Collected struct {
 // what is still needed: then no states and packs are deleted, and the error
 // says why.
 func (r *Repository) Collect(ctx context.Context, roots []ID, keep []ID) (Collected, error) {
-	c := collection{repo: r, root: idSet(roots), keep: idSet(keep)}
-	err := c.run(ctx)
-	if err != nil {
-		err = fmt.Errorf("collect snapshots: %w", err)
+	c := collection{repo: r, root: idSet(roots), keep: idSet(keep), remove: r.store.Delete}
+	return c.run(ctx)
+}
+
+// Garbage finds out what Collect would delete if nobody had anything open, and
+// touches nothing. Its errors are those of Collect.
+func (r *Repository) Garbage(ctx context.Context, roots []ID, keep []ID) (Collected, error) {
+	c := collection{repo: r, root: idSet(roots), keep: idSet(keep), gone: make(map[string]bool)}
+	c.remove = func(_ context.Context, key string) error {
+		c.gone[key] = true
+		return nil
 	}
-	return c.done, err
+	done, err := c.run(ctx)
+	done.Objects = slices.Sorted(maps.Keys(c.gone))
+	return done, err
 }
 
 func idSet(ids []ID) map[ID]bool {
@@ -51,14 +63,23 @@ func idSet(ids []ID) map[ID]bool {
 type collection struct {
 	repo       *Repository
 	root, keep map[ID]bool
+	remove     func(ctx context.Context, key string) error
+	gone       map[string]bool // what remove only marked
 	done       Collected
 }
 
-// run keeps an order that makes it safe beside captures: it lists what there
+func (c *collection) run(ctx context.Context) (Collected, error) {
+	if err := c.collect(ctx); err != nil {
+		return c.done, fmt.Errorf("collect snapshots: %w", err)
+	}
+	return c.done, nil
+}
+
+// collect keeps an order that makes it safe beside captures: it lists what there
 // is, deletes manifests, and then reads those that remain. A capture holds its
 // parent open until its own manifest is there, so at every moment what it needs
 // of older packs is named by the one or by the other.
-func (c *collection) run(ctx context.Context) error {
+func (c *collection) collect(ctx context.Context) error {
 	packs, err := c.repo.list(ctx, packPrefix)
 	if err != nil {
 		return err
@@ -113,7 +134,7 @@ func (c *collection) run(ctx context.Context) error {
 
 // delete deletes an object and counts it.
 func (c *collection) delete(ctx context.Context, key string, size int64, count *int) error {
-	switch err := c.repo.store.Delete(ctx, key); {
+	switch err := c.remove(ctx, key); {
 	case errors.Is(err, blob.ErrInUse):
 		c.done.InUse++
 	case err != nil:
@@ -140,6 +161,9 @@ func (c *collection) needed(ctx context.Context) (remaining, packs map[ID]bool, 
 		}
 	}
 	for id := range manifests {
+		if c.gone[manifestKey(id)] {
+			continue
+		}
 		remaining[id] = true
 		m, _, err := c.repo.load(ctx, id)
 		if errors.Is(err, ErrMissing) && !c.root[id] {

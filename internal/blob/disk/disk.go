@@ -156,6 +156,24 @@ func (s *Store) List(ctx context.Context, prefix string) iter.Seq2[blob.Info, er
 	}
 }
 
+// DropCache makes the kernel let go of the pages of an object that it keeps in
+// memory and that nobody uses. The next read comes from the disk. The error
+// wraps blob.ErrNotExist if there is no such object.
+func (s *Store) DropCache(_ context.Context, key string) error {
+	if err := blob.CheckKey(key); err != nil {
+		return err
+	}
+	f, err := openFile(s.path(key))
+	if err != nil {
+		return fmt.Errorf("drop the cache of %s: %w", key, err)
+	}
+	defer f.Close()
+	if err := unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED); err != nil {
+		return fmt.Errorf("drop the cache of %s: %w", key, err)
+	}
+	return nil
+}
+
 // Delete implements blob.Store.
 func (s *Store) Delete(_ context.Context, key string) error {
 	if err := blob.CheckKey(key); err != nil {

@@ -270,6 +270,7 @@ func (v *vm) Resume(ctx context.Context, req shim.ResumeRequest) (rep shim.Start
 			v.m.adopt()
 		}
 		rep.Phases = map[string]float64{"bind": 1, "state": 1, "unpause": 1, "guest_init": 1}
+		rep.Remote = v.m.w.Remote
 		return v.m.resume(req)
 	})
 	return rep, err

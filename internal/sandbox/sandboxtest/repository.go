@@ -99,6 +99,44 @@ func (r repository) Collect(ctx context.Context, roots, keep []snapshot.ID) (out
 	return out, err
 }
 
+func (r repository) Garbage(ctx context.Context, roots, keep []snapshot.ID) (out snapshot.Collected, err error) {
+	err = r.d.step(ctx, "garbage", "", func() error {
+		for id := range r.d.w.snapshots {
+			if !slices.Contains(roots, id) && !slices.Contains(keep, id) {
+				out.Manifests++
+				out.Objects = append(out.Objects, string(id))
+			}
+		}
+		return nil
+	})
+	return out, err
+}
+
+// Footprint takes what the snapshot's metadata says for its own pack, and the
+// base's for a shared one.
+func (r repository) Footprint(ctx context.Context, ref snapshot.Ref, shared func(snapshot.ID) bool) (f snapshot.Footprint, err error) {
+	err = r.d.step(ctx, "footprint", "", func() error {
+		img, err := r.find(ref.ID)
+		if err != nil {
+			return err
+		}
+		f.Packs = []snapshot.PackUse{{ID: ref.ID, Shared: shared(ref.ID)}}
+		if !f.Packs[0].Shared {
+			f.LiveBytes, f.PackBytes, f.RecordBytes = img.meta.DirtyBytes, img.meta.StoredBytes, 1
+		}
+		return nil
+	})
+	return f, err
+}
+
+// DropCache is a step and nothing else: there is no cache.
+func (r repository) DropCache(ctx context.Context, ref snapshot.Ref) error {
+	return r.d.step(ctx, "drop cache", "", func() error {
+		_, err := r.find(ref.ID)
+		return err
+	})
+}
+
 func (r repository) Status(context.Context) (snapshot.Status, error) {
 	r.d.w.mu.Lock()
 	defer r.d.w.mu.Unlock()

@@ -51,6 +51,7 @@ type World struct {
 	Dir     string // of templates and console logs
 	Catalog catalogtest.Memory
 	Truth   sandbox.Catalog // what the core writes to; nil: Catalog
+	Remote  bool            // resumes say that they read from the remote store
 
 	mu          sync.Mutex
 	machines    map[string]*machine // alive, by name
