@@ -28,7 +28,7 @@ var Allowed = map[string][]string{
 	"internal/bench":      {"api"},
 	"internal/bench/peer": {"api/process", "api/process/processconnect", "internal/guestapi", "internal/template", "internal/vmm", "internal/vmm/qemu", "internal/vnet"},
 	"internal/doctor":     {"api", "client", "internal/daemon", "internal/pager", "internal/shim", "internal/vmm"},
-	"internal/daemon":     {"api", "internal/atomicfile", "internal/blob/disk", "internal/catalog", "internal/pager", "internal/sandbox", "internal/server", "internal/shim", "internal/snapshot", "internal/template", "internal/vmm", "internal/vnet"},
+	"internal/daemon":     {"api", "internal/atomicfile", "internal/blob/disk", "internal/blob/s3", "internal/blob/wrap", "internal/catalog", "internal/pager", "internal/sandbox", "internal/server", "internal/shim", "internal/snapshot", "internal/template", "internal/tier", "internal/vmm", "internal/vnet"},
 
 	// the service
 	"internal/server":   {"api", "api/process", "api/process/processconnect", "internal/guestapi", "internal/sandbox"},
@@ -37,8 +37,8 @@ var Allowed = map[string][]string{
 	"internal/template": {"internal/atomicfile"},
 
 	// one machine
-	"internal/shim": {"internal/atomicfile", "internal/blob", "internal/blob/disk", "internal/failpoint", "internal/guestapi", "internal/page",
-		"internal/pager", "internal/snapshot", "internal/vmm", "internal/vmm/qemu", "internal/vnet"},
+	"internal/shim": {"internal/atomicfile", "internal/blob", "internal/blob/disk", "internal/blob/s3", "internal/blob/wrap", "internal/failpoint", "internal/guestapi",
+		"internal/page", "internal/pager", "internal/snapshot", "internal/tier", "internal/vmm", "internal/vmm/qemu", "internal/vnet"},
 	"internal/vmm":         {"internal/page"},
 	"internal/vmm/qemu":    {"internal/page", "internal/pager", "internal/vmm"},
 	"internal/vmm/fake":    {"internal/guestapi", "internal/page", "internal/vmm"},

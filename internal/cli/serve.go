@@ -16,6 +16,7 @@ type serveOptions struct {
 	config       daemon.Config
 	guestMemory  string
 	parkedMemory string
+	localBudget  string
 	logFormat    string
 	logLevel     string
 }
@@ -28,7 +29,11 @@ func newServeCommand(a *app) *cobra.Command {
 		Long: `Run the daemon: API, catalog and store. It holds no guest: sandboxes run on while
 it is stopped, restarted or upgraded.
 
-The API key is made at the first start and kept in the data folder.`,
+The API key is made at the first start and kept in the data folder.
+
+The credentials for --store come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. Processes that hold a
+sandbox get HIB_STORE_READ_ACCESS_KEY_ID and HIB_STORE_READ_SECRET_ACCESS_KEY instead where these are
+set: credentials that may only read.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return runServe(cmd.Context(), a, o) },
 	}
@@ -42,6 +47,8 @@ The API key is made at the first start and kept in the data folder.`,
 	f.StringVar(&o.parkedMemory, "parked-memory", "", "`SIZE` of the memory that paused machines of sandboxes in standby may take up, 0 for none (default: an eighth of the host's)")
 	f.IntVar(&o.config.Pool, "pool", 2, "`NUMBER` of machines that are kept ready for the next start")
 	f.IntVar(&o.config.DiskReserve, "disk-reserve", 25, "`PERCENT` of the memory of guests that run; so much of the disk stays free for their hibernations")
+	f.StringVar(&o.config.Store, "store", "", "`URL` of an S3-compatible store that snapshots are replicated to: s3://BUCKET/PREFIX?endpoint=https://HOST&region=REGION (default: none)")
+	f.StringVar(&o.localBudget, "local-budget", "0", "`SIZE` that packs may take up on the local disk, such as 200G; what was not used for longest stays in --store only (0: no limit)")
 	f.StringVar(&o.logFormat, "log-format", daemon.LogText, "text or json")
 	f.StringVar(&o.logLevel, "log-level", "info", "debug, info, warn or error")
 	return cmd
@@ -62,6 +69,9 @@ func runServe(ctx context.Context, a *app, o serveOptions) error {
 	}
 	if c.ParkedMemory, err = parkedMemory(o.parkedMemory); err != nil {
 		return err
+	}
+	if c.LocalBudget, err = parseSize(o.localBudget); err != nil {
+		return usagef("--local-budget %q: it must be a size such as 200G or 512M, or 0", o.localBudget)
 	}
 	c.Log, c.Version = log, a.Version
 	if c.Data, err = a.data(); err != nil {

@@ -14,6 +14,8 @@ import (
 	"io"
 	"log/slog"
 	"net"
+
+	"github.com/hibernacle/hibernacle/internal/blob/s3"
 )
 
 // Formats of the log.
@@ -34,6 +36,8 @@ type Config struct {
 	ParkedMemory int64        // bytes that parked machines may take up; 0 is an eighth of the host's memory, NoParking none
 	Pool         int          // machines that are kept ready for the next start
 	DiskReserve  int          // percent of the RAM of guests that run; so much of the disk is kept free for their hibernations
+	Store        string       // address of the remote store, see s3.ParseURL; "": none
+	LocalBudget  int64        // bytes that packs may take up on the local disk once they are in the remote store too; 0: no limit
 	WrapVMM      []string     // command that the VMM is started by, for tests
 	Version      string       // of this build
 	Program      string       // this program's file, which shims are started from
@@ -77,6 +81,14 @@ func (c Config) check() error {
 	}
 	if c.Pool < 0 || c.Pool > maxPool {
 		return fmt.Errorf("a pool of %d machines: it must be 0 to %d", c.Pool, maxPool)
+	}
+	if c.Store != "" {
+		if _, err := s3.ParseURL(c.Store); err != nil {
+			return err
+		}
+	}
+	if c.LocalBudget < 0 || c.LocalBudget > 0 && c.Store == "" {
+		return fmt.Errorf("a budget of %d bytes for the local disk needs a remote store (--store), which keeps what is evicted", c.LocalBudget)
 	}
 	if c.DiskReserve < 0 || c.DiskReserve > 100 {
 		return fmt.Errorf("disk reserve of %d percent: it must be 0 to 100", c.DiskReserve)

@@ -17,6 +17,7 @@ import (
 	"github.com/hibernacle/hibernacle/internal/shim"
 	"github.com/hibernacle/hibernacle/internal/snapshot"
 	"github.com/hibernacle/hibernacle/internal/template"
+	"github.com/hibernacle/hibernacle/internal/tier"
 	"github.com/hibernacle/hibernacle/internal/vnet"
 )
 
@@ -29,12 +30,16 @@ const guestProgram = "hib-guest"
 // wired is the core with the catalog that it works on.
 type wired struct {
 	*sandbox.Core
+	tier    *tier.Tier // nil: there is no remote store
 	catalog *catalog.Catalog
 }
 
-// Close ends the core and then its catalog; the guests go on.
+// Close ends the core and then what it works on; the guests go on.
 func (w wired) Close() error {
 	w.Core.Close()
+	if w.tier != nil {
+		w.tier.Close()
+	}
 	return w.catalog.Close()
 }
 
@@ -57,6 +62,9 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 	if err := f.giveStore(a); err != nil {
 		return nil, api.Version{}, err
 	}
+	if account := credential(a); account != nil {
+		store.GiveTo(account.UID, account.GID)
+	}
 	if err := store.Clean(ctx); err != nil {
 		return nil, api.Version{}, fmt.Errorf("clean the store: %w", err)
 	}
@@ -68,13 +76,23 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 	if err != nil {
 		return nil, api.Version{}, err
 	}
+	remote, read, err := openTier(ctx, c, f, store)
+	if err != nil {
+		return nil, api.Version{}, errors.Join(err, cat.Close())
+	}
+	snapshots := snapshot.NewRepository(store)
+	var replicas sandbox.Tier // stays nil without a remote store
+	if remote != nil {
+		snapshots, replicas = snapshot.NewRepository(remote.Store()), remote
+	}
 	core, err := sandbox.New(ctx, sandbox.Config{
 		Catalog: cat,
 		Launcher: launcher{&shim.Launcher{
 			Binary: c.Program, RunDir: f.Run, Store: f.Store, Account: credential(a),
-			Driver: driverConfig, FullCapture: probe != nil,
+			Driver: driverConfig, FullCapture: probe != nil, Remote: read,
 		}},
-		Snapshots:    sandbox.FromRepository(snapshot.NewRepository(store), store),
+		Snapshots:    sandbox.FromRepository(snapshots, store),
+		Tier:         replicas,
 		Keys:         driver,
 		Builder:      &sandbox.TemplateBuilder{},
 		TemplatesDir: f.Templates,
@@ -91,10 +109,13 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 		Log:    c.Log,
 	})
 	if err != nil {
+		if remote != nil {
+			remote.Close()
+		}
 		return nil, api.Version{}, errors.Join(err, cat.Close())
 	}
 	version := api.Version{Version: c.Version, API: apiVersion, VMM: info.Driver + " " + info.Version, Accel: info.Accelerator}
-	return wired{core, cat}, version, nil
+	return wired{core, remote, cat}, version, nil
 }
 
 // credential returns what shims change to, nil if they stay what they are.

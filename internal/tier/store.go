@@ -16,7 +16,7 @@ import (
 // local alone: also manifests, states and working sets, which are never
 // evicted, so that whether a snapshot exists is known while the remote store is down.
 //
-// An object from remote has the method Remote() bool, which returns true. Errors
+// An object from remote is a blob.RemoteObject. Errors
 // name the object and the remote store; they wrap blob.ErrUnavailable if that could
 // not be asked, and blob.ErrNotExist only if the object is in neither.
 func ReadStore(local, remote blob.Store) blob.Store { return &readStore{local, remote} }
@@ -75,8 +75,18 @@ type remoteObject struct {
 	key string
 }
 
+var _ blob.RemoteObject = (*remoteObject)(nil)
+
 // Remote tells that reads of the object go to the remote store.
 func (o *remoteObject) Remote() bool { return true }
+
+// Tail returns how many bytes at the end came with Open.
+func (o *remoteObject) Tail() int64 {
+	if r, ok := o.Object.(blob.RemoteObject); ok {
+		return r.Tail()
+	}
+	return 0
+}
 
 // ReadAt implements io.ReaderAt.
 func (o *remoteObject) ReadAt(p []byte, off int64) (int, error) {

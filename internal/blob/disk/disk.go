@@ -33,7 +33,8 @@ const (
 
 // Store is a blob.Store in a folder.
 type Store struct {
-	dir string
+	dir   string
+	owner *owner // of what is put; nil: this process
 
 	mu      sync.Mutex
 	durable map[string]bool // folders whose entry in the folder above this process has synced
@@ -53,6 +54,14 @@ func Open(dir string) (*Store, error) {
 	}
 	return &Store{dir: dir, durable: make(map[string]bool)}, nil
 }
+
+// owner is an account.
+type owner struct{ uid, gid int }
+
+// GiveTo makes what is put from now on belong to another account: that of the
+// processes that read it, where the one that puts is root. Nothing may be put
+// meanwhile.
+func (s *Store) GiveTo(uid, gid int) { s.owner = &owner{uid, gid} }
 
 func (s *Store) path(key string) string { return filepath.Join(s.dir, filepath.FromSlash(key)) }
 
@@ -286,6 +295,11 @@ func (s *Store) makeDir(dir string) error {
 	for d := dir; d != s.dir && !s.durable[d]; d = filepath.Dir(d) {
 		if err := atomicfile.MkdirAll(d, dirPerm); err != nil {
 			return err
+		}
+		if s.owner != nil {
+			if err := os.Lchown(d, s.owner.uid, s.owner.gid); err != nil {
+				return err
+			}
 		}
 		if err := atomicfile.SyncDir(filepath.Dir(d)); err != nil {
 			return err

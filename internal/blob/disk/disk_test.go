@@ -56,6 +56,23 @@ func TestOnlyTheOwnerReads(t *testing.T) {
 	}
 }
 
+func TestAnotherAccountOwnsWhatIsPut(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("only root can give files away")
+	}
+	s := openStore(t)
+	s.GiveTo(1234, 2345)
+	if _, err := s.Put(t.Context(), "a/b/c", func(io.Writer) error { return nil }); err != nil {
+		t.Fatal(err)
+	}
+	for _, key := range []string{"a", "a/b", "a/b/c"} {
+		var st unix.Stat_t
+		if err := unix.Stat(s.path(key), &st); err != nil || st.Uid != 1234 || st.Gid != 2345 {
+			t.Errorf("%s belongs to %d:%d, %v", key, st.Uid, st.Gid, err)
+		}
+	}
+}
+
 func temps(t *testing.T, s *Store) []string {
 	t.Helper()
 	entries, err := os.ReadDir(filepath.Join(s.dir, tmpName))

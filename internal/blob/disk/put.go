@@ -71,6 +71,11 @@ func (s *Store) createTemp() (*os.File, error) {
 
 // fill writes the content and makes it durable.
 func (s *Store) fill(ctx context.Context, f *os.File, key string, write func(io.Writer) error) (blob.Info, error) {
+	if s.owner != nil {
+		if err := f.Chown(s.owner.uid, s.owner.gid); err != nil {
+			return blob.Info{}, err
+		}
+	}
 	w := &contextWriter{ctx: ctx, w: f}
 	if err := write(w); err != nil {
 		return blob.Info{}, err
