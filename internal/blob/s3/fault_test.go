@@ -45,7 +45,7 @@ func firstTime(kind faultproxy.Kind) func(*http.Request) faultproxy.Fault {
 	seen := map[string]bool{}
 	return func(r *http.Request) faultproxy.Fault {
 		query := r.URL.Query()
-		query.Del("uploadId") // another one with each attempt
+		query.Del("uploadId")                                // another one with each attempt
 		_, end, _ := strings.Cut(r.Header.Get("Range"), "-") // a read goes on where it stopped
 		id := strings.Join([]string{r.Method, r.URL.Path, query.Encode(), end}, " ")
 		mu.Lock()
