@@ -297,9 +297,13 @@ func testCancelled(t *testing.T, open func() blob.Store) {
 
 func testInvisibleUntilPut(t *testing.T, open func() blob.Store) {
 	s, other := open(), open()
+	calls := 0
 	_, err := s.Put(t.Context(), "a/b", func(w io.Writer) error {
 		if _, err := w.Write(make([]byte, 1<<20)); err != nil {
 			return err
+		}
+		if calls++; calls > 1 {
+			return nil // a store that tries again may have put it by now
 		}
 		if _, err := other.Stat(t.Context(), "a/b"); !errors.Is(err, blob.ErrNotExist) {
 			t.Errorf("Stat meanwhile: %v", err)

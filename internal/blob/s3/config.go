@@ -127,7 +127,7 @@ func (c Config) check() error {
 	if c.Prefix != "" {
 		for name := range strings.SplitSeq(c.Prefix, "/") {
 			if name == "" || name == "." || name == ".." {
-				return fmt.Errorf("prefix %q has an empty name, . or ..", c.Prefix)
+				return fmt.Errorf("the names in prefix %q may be neither empty nor dots alone", c.Prefix)
 			}
 		}
 		if len(c.Prefix) > maxPrefix || strings.ToValidUTF8(c.Prefix, "") != c.Prefix || strings.ContainsFunc(c.Prefix, unicode.IsControl) {

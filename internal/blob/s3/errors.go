@@ -26,7 +26,7 @@ func explain(ctx context.Context, err error) error {
 	}
 	var resp minio.ErrorResponse
 	if errors.As(err, &resp) {
-		kind, what := classify(resp)
+		what, kind := classify(resp)
 		if what == "" {
 			return fmt.Errorf("%w (%s)", kind, resp.Code)
 		}
@@ -39,38 +39,38 @@ func explain(ctx context.Context, err error) error {
 	return fmt.Errorf("%w: %w", blob.ErrUnavailable, err)
 }
 
-// classify returns the error of package blob that an answer means, and what it
-// says to people.
-func classify(resp minio.ErrorResponse) (kind error, what string) {
+// classify returns what an answer says to people, and the error of package blob
+// that it means.
+func classify(resp minio.ErrorResponse) (what string, kind error) {
 	switch resp.Code {
 	case minio.NoSuchKey, "NoSuchUpload":
-		return blob.ErrNotExist, ""
+		return "", blob.ErrNotExist
 	case minio.NoSuchBucket:
-		return blob.ErrRefused, "there is no such bucket: make it, or correct the store's address"
+		return "there is no such bucket: make it, or correct the store's address", blob.ErrRefused
 	case "RequestTimeTooSkewed":
-		return blob.ErrRefused, "set this host's clock"
+		return "set this host's clock", blob.ErrRefused
 	case "PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed", minio.InvalidRegion, "IllegalLocationConstraintException":
-		return blob.ErrRefused, "correct the region or the endpoint in the store's address"
+		return "correct the region or the endpoint in the store's address", blob.ErrRefused
 	case "ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId", "SignatureDoesNotMatch":
-		return blob.ErrRefused, "the credentials are not valid (any more): check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN"
+		return "the credentials are not valid (any more): check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN", blob.ErrRefused
 	case "XMinioStorageFull", "QuotaExceeded", "InsufficientStorage":
-		return blob.ErrNoSpace, "the bucket takes no more"
+		return "the bucket takes no more", blob.ErrNoSpace
 	case "RequestTimeout", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "InvalidPart":
-		return blob.ErrUnavailable, "the request arrived damaged"
+		return "the request arrived damaged", blob.ErrUnavailable
 	}
 	switch status := resp.StatusCode; {
 	case status == http.StatusNotFound:
-		return blob.ErrRefused, "the service does not know what was asked for: check the endpoint in the store's address"
+		return "the service does not know what was asked for: check the endpoint in the store's address", blob.ErrRefused
 	case status == http.StatusUnauthorized || status == http.StatusForbidden:
-		return blob.ErrRefused, "access is denied: check the credentials and the permissions that they have in the bucket"
+		return "access is denied: check the credentials and the permissions that they have in the bucket", blob.ErrRefused
 	case status == http.StatusInsufficientStorage:
-		return blob.ErrNoSpace, "the bucket takes no more"
+		return "the bucket takes no more", blob.ErrNoSpace
 	case status == http.StatusNotImplemented || status == http.StatusMethodNotAllowed:
-		return blob.ErrRefused, "the service lacks a feature, maybe conditional writes"
+		return "the service lacks a feature, maybe conditional writes", blob.ErrRefused
 	case status == http.StatusTooManyRequests || status == http.StatusConflict || status == http.StatusRequestTimeout || status/100 != 4:
-		return blob.ErrUnavailable, "try again later"
+		return "try again later", blob.ErrUnavailable
 	default:
-		return blob.ErrRefused, "it did not understand the request"
+		return "it did not understand the request", blob.ErrRefused
 	}
 }
 

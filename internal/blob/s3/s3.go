@@ -29,6 +29,10 @@ import (
 // of a dead writer. Should it be alive after all, its Put fails.
 const staleAfter = 24 * time.Hour
 
+// The client waits after a failed request even if it is not to try again. How
+// long is a variable of its package.
+func init() { minio.DefaultRetryUnit = 0 }
+
 // Store is a blob.Store in a bucket.
 type Store struct {
 	client *minio.Core
