@@ -6,10 +6,12 @@ import (
 )
 
 // A request is for so many bytes of the file at most, and so many frames: both
-// bound the memory that it takes.
+// bound the memory that it takes. Bytes between two frames that nobody asked for
+// are cheaper than another request up to requestHole.
 const (
 	requestBytes  = 1 << 20
 	requestFrames = 16
+	requestHole   = 64 << 10
 )
 
 // Frame is a frame that was fetched.
@@ -80,16 +82,16 @@ func (r *Reader) readFrames(frames []int64, yield func(k int, pages []byte, err 
 	}
 }
 
-// Cut returns how many of the given frames, which are in ascending order, a Fetch can
-// read at once. Between two of them it reads up to gap bytes that nobody asked for,
-// and reports how many that makes.
-func (r *Reader) Cut(frames []int64, gap int64) (n int, wasted int64) {
+// Cut returns how many of the given frames, which are in ascending order, a Fetch should
+// read at once, and how many bytes between them, that nobody asked for, it then
+// reads in vain: budget at most.
+func (r *Reader) Cut(frames []int64, budget int64) (n int, wasted int64) {
 	first := r.entry(frames[0])
 	end := first.offset + int64(first.stored)
 	for n = 1; n < min(len(frames), requestFrames); n++ {
 		e := r.entry(frames[n])
 		hole := e.offset - end
-		if hole > gap-wasted || e.offset+int64(e.stored)-first.offset > requestBytes {
+		if hole > min(requestHole, budget-wasted) || e.offset+int64(e.stored)-first.offset > requestBytes {
 			break
 		}
 		wasted += hole

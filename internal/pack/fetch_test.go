@@ -108,7 +108,7 @@ func TestCut(t *testing.T) {
 	}
 	tests := []struct {
 		frames []int64
-		gap    int64 // frames
+		budget int64 // frames
 		n      int
 		wasted int64 // frames
 	}{
@@ -117,13 +117,14 @@ func TestCut(t *testing.T) {
 		{[]int64{4, 6, 7}, 0, 1, 0},
 		{[]int64{4, 6, 7, 9}, 1, 3, 1},
 		{[]int64{4, 6, 7, 9}, 2, 4, 2},
+		{[]int64{4, 7, 8}, 9, 1, 0}, // the hole is too large
 		{many, 0, requestFrames, 0},
-		{[]int64{0, 14, 15, 16}, 30, 3, 13}, // 1 MiB at most
+		{[]int64{0, 2, 4, 6, 8, 10, 12, 14, 16}, 30, 8, 7}, // 1 MiB at most
 	}
 	for _, test := range tests {
-		n, wasted := r.Cut(test.frames, test.gap*FrameBytes)
+		n, wasted := r.Cut(test.frames, test.budget*FrameBytes)
 		if n != test.n || wasted != test.wasted*FrameBytes {
-			t.Errorf("Cut(%v, %d frames) = %d, %d bytes", test.frames, test.gap, n, wasted)
+			t.Errorf("Cut(%v, %d frames) = %d, %d bytes", test.frames, test.budget, n, wasted)
 		}
 	}
 	small, sum := write(t, Zstd, bytes.Repeat([]byte{1}, 60*FrameBytes), 16)

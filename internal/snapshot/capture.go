@@ -171,7 +171,7 @@ func (c *capture) writePack(ctx context.Context, r *Repository) (pack.Summary, e
 		if err := s.dirtyPages(ctx); err != nil {
 			return err
 		}
-		c.manifest.runs = overlay(c.base, s.over)
+		c.manifest.runs = overlay(c.base, joined(s.over))
 		if pw.Pages() == 0 {
 			return errNoPages
 		}
@@ -207,10 +207,10 @@ type scan struct {
 	over   []run  // what changed against base
 }
 
-// dirtyPages goes through the dirty pages in ascending order.
+// dirtyPages goes through the dirty pages, first those of the working set.
 func (s *scan) dirtyPages(ctx context.Context) error {
 	now, before := make([]byte, chunkBytes), make([]byte, chunkBytes)
-	for _, d := range s.dirty {
+	for _, d := range workingSetFirst(s.dirty, s.in.WorkingSet) {
 		for n := d.First; n < d.End(); n += chunkPages {
 			if err := ctx.Err(); err != nil {
 				return err
@@ -220,7 +220,8 @@ func (s *scan) dirtyPages(ctx context.Context) error {
 			if m, err := s.in.RAM.ReadAt(now[:size], off); m < size {
 				return fmt.Errorf("read page %d of guest memory: %w", n+uint64(m/page.Size), err)
 			}
-			if err := s.chunk(uint32(n), now[:size], s.parentPages(before[:size], off)); err != nil {
+			unknown := s.parentPages(before[:size], off)
+			if err := s.chunk(uint32(n), now[:size], before[:size], unknown); err != nil {
 				return err
 			}
 		}
@@ -228,31 +229,48 @@ func (s *scan) dirtyPages(ctx context.Context) error {
 	return nil
 }
 
-// parentPages reads what the parent has at off into buf, and returns nil if
-// that cannot be read: then everything counts as changed, and the child heals
-// what the parent lost.
+// parentPages reads what the parent has at off into buf. It returns which pages
+// cannot be read, nil if none: those count as changed, and the child heals what the
+// parent lost. So it is with pages that would have to be fetched from afar
+// while the guest stands still.
 //
 // These bytes are not verified. A page that is found equal is right, since it was
 // compared with the guest's; that its frame is whole is verified when it is read.
-func (s *scan) parentPages(buf []byte, off int64) []byte {
+func (s *scan) parentPages(buf []byte, off int64) (unknown []bool) {
 	if s.in.Parent == nil {
 		clear(buf)
-		return buf
-	}
-	if n, _ := s.in.Parent.peek(buf, off); n < len(buf) {
 		return nil
 	}
-	return buf
+	if n, _ := s.in.Parent.peek(buf, off); n == len(buf) {
+		return nil
+	}
+	unknown = make([]bool, len(buf)/page.Size)
+	for i := range unknown {
+		p := buf[i*page.Size:][:page.Size]
+		n, _ := s.in.Parent.peek(p, off+int64(i*page.Size))
+		unknown[i] = n < len(p)
+	}
+	return unknown
 }
 
 // chunk records the pages in now, the first of which is guest page first;
-// before holds what the parent has there, or is nil.
-func (s *scan) chunk(first uint32, now, before []byte) error {
+// before holds what the parent has there, except for those that are unknown.
+func (s *scan) chunk(first uint32, now, before []byte, unknown []bool) error {
 	pages := uint32(len(now) / page.Size)
+	classify := func(i uint32) kind {
+		p := now[i*page.Size:][:page.Size]
+		switch {
+		case (unknown == nil || !unknown[i]) && bytes.Equal(p, before[i*page.Size:][:page.Size]):
+			return equal
+		case bytes.Equal(p, zeroPage[:]):
+			return zeroed
+		}
+		return stored
+	}
 	for i := uint32(0); i < pages; {
 		start := i
-		kind := classify(now, before, i)
-		for i++; i < pages && classify(now, before, i) == kind; i++ {
+		kind := classify(i)
+		for i++; i < pages && classify(i) == kind; i++ {
 		}
 		r := run{first: first + start, count: i - start, pack: zeroPack}
 		switch kind {
@@ -264,7 +282,7 @@ func (s *scan) chunk(first uint32, now, before []byte) error {
 				return err
 			}
 		}
-		s.over = appendRun(s.over, r)
+		s.over = append(s.over, r)
 	}
 	return nil
 }
@@ -277,18 +295,6 @@ const (
 	zeroed             // recorded
 	stored
 )
-
-// classify looks at page i of now.
-func classify(now, before []byte, i uint32) kind {
-	p := now[i*page.Size : (i+1)*page.Size]
-	switch {
-	case before != nil && bytes.Equal(p, before[i*page.Size:(i+1)*page.Size]):
-		return equal
-	case bytes.Equal(p, zeroPage[:]):
-		return zeroed
-	}
-	return stored
-}
 
 // takeOver stores pages of the parent's packs, those with the fewest pages in
 // use first, until there are no more than maxPacks. What cannot be read stays

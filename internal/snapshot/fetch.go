@@ -17,13 +17,8 @@ const (
 	// their place in the packs instead of by the order that was asked for.
 	fetchWindow = 128
 
-	// fetchGap is how many bytes between its frames a request may read in vain,
-	// to save another request. All requests together read a quarter more than
-	// their frames at most, and where the frames hold much that nobody asked for, less.
-	fetchGap = 256 << 10
-
 	localFetches  = 2  // requests at a time: one reads while the other decodes
-	remoteFetches = 16 // more than a round trip takes, at the rate of a good network
+	remoteFetches = 32 // so that 50 ms of latency do not bound a good network
 
 	maxFetchErrors = 16 // that are returned: enough to see the pattern
 )
@@ -95,7 +90,9 @@ func (s *Snapshot) plan(runs []page.Run) (local, remote []fetchRequest) {
 			stored += s.packs[w.pack].Stored(w.frame)
 		}
 	}
-	gaps := max(0, min(stored/4, wanted*5/4-stored)) // bytes that may be read in vain
+	// What is read in vain to save requests is no more than what has to be read,
+	// and with that no more than a quarter more than what was asked for.
+	spare := max(0, min(stored, wanted*5/4-stored))
 	for window := range slices.Chunk(wants, fetchWindow) {
 		slices.SortFunc(window, func(a, b *want) int {
 			return cmp.Or(cmp.Compare(a.pack, b.pack), cmp.Compare(a.frame, b.frame))
@@ -108,8 +105,8 @@ func (s *Snapshot) plan(runs []page.Run) (local, remote []fetchRequest) {
 			}
 			if r.pack != zeroPack {
 				var wasted int64
-				n, wasted = s.packs[r.pack].Cut(frameNumbers(window[:n]), min(fetchGap, gaps))
-				gaps -= wasted
+				n, wasted = s.packs[r.pack].Cut(frameNumbers(window[:n]), spare)
+				spare -= wasted
 			}
 			r.wants, window = window[:n], window[n:]
 			if r.pack != zeroPack && s.packs[r.pack].Remote() {

@@ -1,6 +1,8 @@
 package snapshot
 
 import (
+	"cmp"
+	"slices"
 	"sort"
 
 	"github.com/hibernacle/hibernacle/internal/page"
@@ -44,6 +46,16 @@ func appendRun(runs []run, r run) []run {
 // joins reports whether a and b, side by side, can be one run.
 func joins(a, b run) bool {
 	return a.end() == b.first && a.pack == b.pack && (a.pack == zeroPack || a.packPage+a.count == b.packPage)
+}
+
+// joined sorts runs, which do not overlap, and joins those that can be one.
+func joined(runs []run) []run {
+	slices.SortFunc(runs, func(a, b run) int { return cmp.Compare(a.first, b.first) })
+	out := runs[:0]
+	for _, r := range runs {
+		out = appendRun(out, r)
+	}
+	return out
 }
 
 // overlay returns base, which tiles the memory, with the pages of over in place
