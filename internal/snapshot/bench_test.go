@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"math/rand/v2"
+	"os"
 	"testing"
 	"time"
 
@@ -29,40 +30,67 @@ func benchMachine(b *testing.B) (*Repository, *machine, *Snapshot) {
 }
 
 // BenchmarkCapture captures 20 MiB of dirty pages, in runs of the given length,
-// of which a third are equal to the parent's.
+// of which a third are equal to the parent's, without and with a working set.
 func BenchmarkCapture(b *testing.B) {
 	for _, runPages := range []int{1, 16, 512} {
-		b.Run(fmt.Sprintf("runs-of-%d", runPages), func(b *testing.B) {
-			r, m, parent := benchMachine(b)
-			pages := len(m.ram) / page.Size
-			rnd := rand.New(rand.NewPCG(1, 2))
-			const dirty = 20 << 20 / page.Size
-			for at := range dirty / runPages {
-				first := at * pages / (dirty / runPages)
-				m.dirty = append(m.dirty, page.Run{First: uint64(first), Count: uint64(runPages)})
-				for n := first; n < first+runPages; n++ {
-					if rnd.IntN(3) > 0 {
-						m.ram[n*page.Size+rnd.IntN(page.Size)]++
+		for name, set := range map[string][]page.Run{"": nil, "/working-set": workingSet()} {
+			b.Run(fmt.Sprintf("runs-of-%d%s", runPages, name), func(b *testing.B) {
+				r, m, parent := benchMachine(b)
+				pages := len(m.ram) / page.Size
+				rnd := rand.New(rand.NewPCG(1, 2))
+				const dirty = 20 << 20 / page.Size
+				for at := range dirty / runPages {
+					first := at * pages / (dirty / runPages)
+					m.dirty = append(m.dirty, page.Run{First: uint64(first), Count: uint64(runPages)})
+					for n := first; n < first+runPages; n++ {
+						if rnd.IntN(3) > 0 {
+							m.ram[n*page.Size+rnd.IntN(page.Size)]++
+						}
 					}
 				}
-			}
-			b.SetBytes(20 << 20)
-			for b.Loop() {
-				in := m.input(parent)
-				ref, _, err := r.Capture(b.Context(), in)
-				if err != nil {
-					b.Fatal(err)
+				b.SetBytes(20 << 20)
+				for b.Loop() {
+					in := m.input(parent)
+					in.WorkingSet = set
+					ref, _, err := r.Capture(b.Context(), in)
+					if err != nil {
+						b.Fatal(err)
+					}
+					b.StopTimer()
+					if err := r.Delete(b.Context(), ref.ID); err != nil {
+						b.Fatal(err)
+					}
+					if err := r.store.Delete(b.Context(), packKey(ref.ID)); err != nil {
+						b.Fatal(err)
+					}
+					b.StartTimer()
 				}
-				b.StopTimer()
-				if err := r.Delete(b.Context(), ref.ID); err != nil {
-					b.Fatal(err)
-				}
-				if err := r.store.Delete(b.Context(), packKey(ref.ID)); err != nil {
-					b.Fatal(err)
-				}
-				b.StartTimer()
-			}
-		})
+			})
+		}
+	}
+}
+
+// BenchmarkFlatten writes the 150 MiB that are not zero to memory.
+func BenchmarkFlatten(b *testing.B) {
+	_, _, s := benchMachine(b)
+	b.SetBytes(150 << 20)
+	for b.Loop() {
+		b.StopTimer()
+		fd, err := unix.MemfdCreate("image", unix.MFD_CLOEXEC)
+		if err != nil {
+			b.Fatal(err)
+		}
+		file := os.NewFile(uintptr(fd), "image")
+		if err := file.Truncate(s.Metadata().MemoryBytes); err != nil {
+			b.Fatal(err)
+		}
+		b.StartTimer()
+		if err := s.Flatten(b.Context(), file); err != nil {
+			b.Fatal(err)
+		}
+		b.StopTimer()
+		file.Close()
+		b.StartTimer()
 	}
 }
 
