@@ -197,8 +197,6 @@ const (
 	chunkPages = chunkBytes / page.Size
 )
 
-var zeroPage [page.Size]byte
-
 // scan finds the pages to be stored.
 type scan struct {
 	*capture
@@ -262,7 +260,7 @@ func (s *scan) chunk(first uint32, now, before []byte, unknown []bool) error {
 		switch {
 		case (unknown == nil || !unknown[i]) && bytes.Equal(p, before[i*page.Size:][:page.Size]):
 			return equal
-		case bytes.Equal(p, zeroPage[:]):
+		case bytes.Equal(p, zeroChunk[:page.Size]):
 			return zeroed
 		}
 		return stored

@@ -27,8 +27,8 @@ const (
 // Fetch reads the pages in runs ahead of their use, roughly in the order of
 // runs, and calls yield with parts of the memory image, whole pages at the byte
 // offset off, each page once: zeros and verified bytes, as ReadAt would return them.
-// Calls of yield do not overlap; p is valid until it returns, and its error ends
-// the fetch. Pages beyond the memory are left out.
+// Calls of yield do not overlap; p is valid until it returns and must not be changed,
+// and its error ends the fetch. Pages beyond the memory are left out.
 //
 // Neighbouring frames of a pack are read with one request, several requests are
 // under way at a time. A ReadAt of what is being fetched waits for it instead of reading it again.
@@ -226,7 +226,7 @@ func (f *fetch) start(ctx context.Context, workers *sync.WaitGroup, requests []f
 		workers.Go(func() {
 			buf := make([]byte, 0, chunkBytes)
 			for r := range next {
-				if ctx.Err() != nil || !f.serve(r, buf) {
+				if ctx.Err() != nil || !f.send(f.read(r, buf)) {
 					return
 				}
 			}
@@ -234,64 +234,67 @@ func (f *fetch) start(ctx context.Context, workers *sync.WaitGroup, requests []f
 	}
 }
 
-// serve reads a request and yields what it wants. It reports whether to go on.
-func (f *fetch) serve(r fetchRequest, buf []byte) bool {
-	var parts []part
-	if r.pack == zeroPack {
-		for _, w := range r.wants {
-			parts = append(parts, zeroParts(w.pieces[0])...)
-		}
-	} else {
-		for i, frame := range f.snap.packs[r.pack].Fetch(frameNumbers(r.wants)) {
-			w := r.wants[i]
-			if frame.Err != nil {
-				f.fault(w, frame.Err)
-				continue
-			}
-			for _, p := range w.pieces {
-				parts = append(parts, part{p, frame.Pages[p.from*page.Size:][:p.count*page.Size]})
-			}
-		}
-	}
-	slices.SortFunc(parts, func(a, b part) int { return cmp.Compare(a.first, b.first) })
-	return f.send(parts, buf)
-}
-
-// part is a piece and its pages, nil for zeros. It is no longer than a buffer.
+// part is a part of the memory image: pages from guest page first on.
 type part struct {
-	piece
+	first uint32
 	pages []byte
 }
 
-func zeroParts(p piece) (parts []part) {
-	for end := p.first + p.count; p.first < end; p.first += p.count {
-		p.count = min(end-p.first, chunkPages)
-		parts = append(parts, part{piece: p})
-	}
-	return parts
-}
+func (p part) end() uint32 { return p.first + pagesOf(int64(len(p.pages))) }
 
-// send yields parts, in buf joined where they are neighbours.
-func (f *fetch) send(parts []part, buf []byte) (more bool) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	for i, p := range parts {
-		n, size := len(buf), int(p.count)*page.Size
-		buf = buf[:n+size]
-		if p.pages == nil {
-			clear(buf[n:])
-		} else {
-			copy(buf[n:], p.pages)
+// read reads what a request wants. The parts that it returns may lie in buf.
+func (f *fetch) read(r fetchRequest, buf []byte) (parts []part) {
+	if r.pack == zeroPack {
+		for _, w := range r.wants {
+			for p := w.pieces[0]; p.count > 0; {
+				n := min(p.count, chunkPages)
+				parts = append(parts, part{p.first, zeroChunk[:n*page.Size]})
+				p.first, p.count = p.first+n, p.count-n
+			}
 		}
-		end := p.first + p.count
-		if i+1 < len(parts) && parts[i+1].first == end && len(buf)+int(parts[i+1].count)*page.Size <= cap(buf) {
+		return parts
+	}
+	for i, frame := range f.snap.packs[r.pack].Fetch(frameNumbers(r.wants)) {
+		w := r.wants[i]
+		if frame.Err != nil {
+			f.fault(w, frame.Err)
 			continue
 		}
+		for _, p := range w.pieces {
+			parts = append(parts, part{p.first, frame.Pages[p.from*page.Size:][:p.count*page.Size]})
+		}
+	}
+	return join(parts, buf[:0])
+}
+
+// zeroChunk is only read.
+var zeroChunk [chunkBytes]byte
+
+// join sorts parts and makes one of neighbours, in buf as far as its capacity reaches.
+func join(parts []part, buf []byte) (joined []part) {
+	slices.SortFunc(parts, func(a, b part) int { return cmp.Compare(a.first, b.first) })
+	for i := 0; i < len(parts); {
+		p := part{parts[i].first, append(buf, parts[i].pages...)}
+		for i++; i < len(parts) && parts[i].first == p.end(); i++ {
+			p.pages = append(p.pages, parts[i].pages...)
+		}
+		joined = append(joined, p)
+		if used := len(p.pages); used <= cap(buf) {
+			buf = buf[used:used]
+		}
+	}
+	return joined
+}
+
+// send yields parts and reports whether to go on.
+func (f *fetch) send(parts []part) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, p := range parts {
 		if f.ended || f.failed != nil {
 			return false
 		}
-		f.failed = f.yield(int64(end)*page.Size-int64(len(buf)), buf)
-		buf = buf[:0]
+		f.failed = f.yield(int64(p.first)*page.Size, p.pages)
 	}
 	return !f.ended && f.failed == nil
 }

@@ -102,7 +102,6 @@ func (f *fetched) yield(off int64, p []byte) error {
 		f.got[n] = true
 	}
 	copy(f.image[off:], p)
-	clear(p) // it is ours
 	return nil
 }
 
@@ -343,7 +342,7 @@ type noZeros struct {
 
 func (z noZeros) WriteAt(p []byte, off int64) (int, error) {
 	for i := 0; i < len(p); i += page.Size {
-		if bytes.Equal(p[i:i+page.Size], zeroPage[:]) {
+		if bytes.Equal(p[i:i+page.Size], zeroChunk[:page.Size]) {
 			z.t.Errorf("page %d was written, and is zero", (int(off)+i)/page.Size)
 		}
 	}
