@@ -384,7 +384,17 @@ func FuzzOpen(f *testing.F) {
 		r.ReadAt(p, 0)
 		r.ReadAt(p[:10], r.Summary().Pages*page.Size-20)
 		r.Peek(p, 0)
-		r.Verify(nil)
+		whole := r.Verify(nil) == nil
+		fetched := r.Fetch([]int64{0, frames(sum.Pages) - 1}[:min(2, frames(sum.Pages))])
+		if whole && fetched[0].Err != nil {
+			t.Errorf("Fetch of a pack that verifies: %v", fetched[0].Err)
+		}
+		switch s, err := Recode(t.Context(), io.Discard, r, Raw); {
+		case whole && (err != nil || !s.Same(sum)):
+			t.Errorf("Recode of a pack that verifies: %+v, %v, want %+v", s, err, sum)
+		case err != nil && !errors.Is(err, ErrCorrupt):
+			t.Errorf("Recode: %v", err)
+		}
 	})
 }
 
