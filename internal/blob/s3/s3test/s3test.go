@@ -14,6 +14,9 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
+	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -25,21 +28,23 @@ import (
 
 const (
 	program    = "versitygw" // that the Makefile builds into bin
-	healthPath = "/health"
 	startLimit = 30 * time.Second
 )
 
 // Server is an S3 server with one account that may do everything, and one that
-// may only read and list. It is not for use by many goroutines at a time.
+// may only read and list. Stop and Restart are not for use by many goroutines at a time.
 type Server struct {
 	Address string // host:port, the same after a restart
 
 	dir           string
 	binary        string
+	health        string // path of a check that no other server knows
 	owner, reader keys
 	cmd           *exec.Cmd
 	exited        chan struct{}
 	output        bytes.Buffer
+
+	making sync.Mutex // held while a bucket is made: the server fails if two are at it
 }
 
 type keys struct{ access, secret string }
@@ -64,7 +69,7 @@ func Serve(ctx context.Context, dir string) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Server{dir: dir, binary: binary, owner: newKeys(), reader: newKeys()}
+	s := &Server{dir: dir, binary: binary, health: "/health-" + rand.Text(), owner: newKeys(), reader: newKeys()}
 	users, err := json.Marshal(map[string]any{"accessAccounts": map[string]any{
 		s.reader.access: map[string]any{"access": s.reader.access, "secret": s.reader.secret, "role": "user"},
 	}})
@@ -123,23 +128,32 @@ func (s *Server) Restart(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, startLimit)
 	defer cancel()
 	s.output.Reset()
-	s.cmd = exec.Command(s.binary, "--port", s.Address, "--health", healthPath, "--keep-alive", "--quiet",
+	cmd := exec.Command(s.binary, "--port", s.Address, "--health", s.health, "--keep-alive", "--quiet",
 		"--iam-dir", filepath.Join(s.dir, "accounts"),
 		// Not every folder of tests is on a file system with extended attributes.
 		"posix", "--sidecar", filepath.Join(s.dir, "attributes"), filepath.Join(s.dir, "objects"))
-	s.cmd.Env = append(os.Environ(), "ROOT_ACCESS_KEY="+s.owner.access, "ROOT_SECRET_KEY="+s.owner.secret)
-	s.cmd.Stdout, s.cmd.Stderr = &s.output, &s.output
-	if err := s.cmd.Start(); err != nil {
+	cmd.Env = append(os.Environ(), "ROOT_ACCESS_KEY="+s.owner.access, "ROOT_SECRET_KEY="+s.owner.secret)
+	cmd.Stdout, cmd.Stderr = &s.output, &s.output
+	// A test that runs out of time stops nothing. The signal comes when the
+	// thread that started the server ends, so that one waits.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	started, exited := make(chan error), make(chan struct{})
+	go func() {
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		err := cmd.Start()
+		started <- err
+		if err == nil {
+			cmd.Wait()
+			close(exited)
+		}
+	}()
+	if err := <-started; err != nil {
 		return fmt.Errorf("start the S3 server: %w", err)
 	}
-	exited := make(chan struct{})
-	s.exited = exited
-	go func(cmd *exec.Cmd) {
-		cmd.Wait()
-		close(exited)
-	}(s.cmd)
+	s.cmd, s.exited = cmd, exited
 	for {
-		resp, err := http.Get("http://" + s.Address + healthPath)
+		resp, err := http.Get("http://" + s.Address + s.health)
 		if err == nil {
 			resp.Body.Close()
 			if resp.StatusCode == http.StatusOK {
@@ -174,6 +188,8 @@ func (s *Server) Config(ctx context.Context, bucket, prefix string) (s3.Config, 
 	if err != nil {
 		return s3.Config{}, err
 	}
+	s.making.Lock()
+	defer s.making.Unlock()
 	err = client.MakeBucket(ctx, bucket, minio.MakeBucketOptions{Region: s3.DefaultRegion})
 	if code := minio.ToErrorResponse(err).Code; err != nil && code != "BucketAlreadyOwnedByYou" && code != "BucketAlreadyExists" {
 		return s3.Config{}, fmt.Errorf("make bucket %s: %w", bucket, err)
