@@ -15,9 +15,9 @@ import (
 )
 
 // maxPacks bounds the packs that a manifest names, and with them the files that
-// an open snapshot holds. A capture that would go beyond it takes the pages of
-// the least used packs over into its own.
-const maxPacks = 48
+// an open snapshot holds. A capture that would go beyond it, because compaction
+// did not keep up, takes the pages of the least used packs over into its own.
+const maxPacks = 32
 
 // CaptureInput is what a capture is made of.
 type CaptureInput struct {
@@ -77,7 +77,7 @@ func newCapture(in CaptureInput) (*capture, error) {
 	}
 	m := &c.manifest.metadata
 	*m = in.Metadata
-	m.ID, m.Parent, m.MemoryBytes = in.ID, "", in.MemoryBytes
+	m.ID, m.Parent, m.Origin, m.MemoryBytes = in.ID, "", "", in.MemoryBytes
 	if m.CreatedAt.IsZero() {
 		m.CreatedAt = time.Now().UTC()
 	}
