@@ -297,11 +297,11 @@ const (
 )
 
 // takeOver stores pages of the parent's packs, those with the fewest pages in
-// use first, until there are no more than maxPacks. What cannot be read stays
+// use first, until there are no more than maxPacks. What is not local or cannot be read stays
 // where it is: that is for the reader of that page to tell.
 func (s *scan) takeOver(ctx context.Context) error {
 	live := livePages(s.manifest.runs, int(s.number)+1)
-	victims := leastUsed(live[:s.number], maxPacks-1)
+	victims := leastUsed(live[:s.number], maxPacks-1, func(pack int) bool { return s.in.Parent.packs[pack].Remote() })
 	if victims == nil {
 		return nil
 	}

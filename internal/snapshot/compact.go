@@ -166,46 +166,26 @@ func (c *compaction) workset(ctx context.Context) ([]page.Run, error) {
 	return runs, err
 }
 
-// moves returns the parts of runs that lie in victims: those of the working
-// set in its order, then the others in ascending order.
+// moves returns the parts of runs that lie in victims, in the order in which
+// the new pack shall hold them.
 func moves(runs []run, victims []bool, workset []page.Run) []run {
-	var out []run
-	taken := make(map[uint32]struct{}) // pages of the working set
-	for _, w := range workset {
-		for n := uint32(w.First); uint64(n) < w.End(); n++ {
-			r := runs[find(runs, n)]
-			r = r.skip(n - r.first)
-			r.count = 1
-			if _, twice := taken[n]; twice || r.pack == zeroPack || !victims[r.pack] {
-				continue
-			}
-			taken[n] = struct{}{}
-			out = appendRun(out, r)
+	var pages []page.Run
+	for _, r := range runs {
+		if r.pack != zeroPack && victims[r.pack] {
+			pages = append(pages, page.Run{First: uint64(r.first), Count: uint64(r.count)})
 		}
 	}
-	for _, r := range runs {
-		if r.pack == zeroPack || !victims[r.pack] {
-			continue
-		}
-		for r.count > 0 {
-			part := r
-			part.count = 0
-			for part.count < r.count && !has(taken, r.first+part.count) {
-				part.count++
-			}
-			out = appendRun(out, part)
-			r = r.skip(part.count)
-			for r.count > 0 && has(taken, r.first) {
-				r = r.skip(1)
-			}
+	var out []run
+	for _, p := range workingSetFirst(pages, workset) {
+		for next := uint32(p.First); uint64(next) < p.End(); {
+			r := runs[find(runs, next)]
+			r = r.skip(next - r.first)
+			r.count = min(r.count, uint32(p.End())-next)
+			out = append(out, r)
+			next = r.end()
 		}
 	}
 	return out
-}
-
-func has(set map[uint32]struct{}, n uint32) bool {
-	_, ok := set[n]
-	return ok
 }
 
 // writePack copies the pages and sets the new manifest's runs and packs. The
