@@ -59,6 +59,33 @@ func ints(first, end int) []int {
 	return out
 }
 
+func TestLeastUsed(t *testing.T) {
+	live := []int64{5, 0, 3, 9, 1}
+	for name, tt := range map[string]struct {
+		limit int
+		stays []int
+		want  []int
+	}{
+		"few enough":            {limit: 4},
+		"one too many":          {limit: 3, want: []int{4}},
+		"two too many":          {limit: 2, want: []int{2, 4}},
+		"the smallest stays":    {limit: 3, stays: []int{4}, want: []int{2}},
+		"more stay than are ok": {limit: 0, stays: []int{0, 2, 4}, want: []int{3}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var got []int
+			for i, is := range leastUsed(live, tt.limit, func(pack int) bool { return slices.Contains(tt.stays, pack) }) {
+				if is {
+					got = append(got, i)
+				}
+			}
+			if !slices.Equal(got, tt.want) {
+				t.Errorf("got %v, want %v", got, tt.want)
+			}
+		})
+	}
+}
+
 // simulation is a memory whose captures and compactions are only counted.
 type simulation struct {
 	packs              []packUse
