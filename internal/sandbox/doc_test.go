@@ -109,7 +109,7 @@ func TestFailpointsAreHit(t *testing.T) {
 			code.Write(text)
 		}
 	}
-	for _, name := range sandbox.Failpoints {
+	for _, name := range slices.Concat(sandbox.Failpoints, sandbox.CompactFailpoints) {
 		m := regexp.MustCompile(`(fp\w+)\s+= "` + regexp.QuoteMeta(name) + `"`).FindSubmatch(table)
 		if m == nil || !strings.Contains(code.String(), string(m[1])) {
 			t.Errorf("failpoint %s is nowhere in the code", name)

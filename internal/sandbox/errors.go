@@ -60,6 +60,8 @@ var (
 	errRequest = errors.New("cancelled by a request")
 	errDelete  = errors.New("cancelled by its deletion")
 	errClosing = errors.New("the daemon is stopping")
+
+	errSuperseded = errors.New("the sandbox has another snapshot by now") // cancels a compaction
 )
 
 func notFound(what, name string) error {

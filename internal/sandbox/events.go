@@ -32,6 +32,7 @@ type Events struct {
 	OnHibernate  func(sandbox string, report HibernateReport, err error) // a hibernation ended
 	OnStart      func(sandbox string, report ResumeReport, err error)    // a creation or a resume ended
 	OnCollect    func(deleted snapshot.Collected, err error)
+	OnCompact    func(sandbox string, done snapshot.Compacted, err error) // a compaction wrote something, found a damage or failed
 }
 
 // LogEvents returns Events that write to log.
@@ -50,6 +51,16 @@ func LogEvents(log *slog.Logger) Events {
 				return
 			}
 			log.Debug("garbage collected", "deleted", deleted)
+		},
+		OnCompact: func(sandbox string, done snapshot.Compacted, err error) {
+			if err != nil {
+				log.Warn("compacting a snapshot failed", keySandbox, sandbox, keyError, err)
+				return
+			}
+			for pack, fault := range done.Faults {
+				log.Warn("a pack cannot be read whole", keySandbox, sandbox, "pack", pack, keyError, fault)
+			}
+			log.Debug("snapshot compacted", keySandbox, sandbox, "packs", done.Packs, "left", done.PacksLeft, "written", done.WrittenBytes)
 		},
 	}
 }
@@ -75,5 +86,11 @@ func (e *Events) start(sandbox string, report ResumeReport, err error) {
 func (e *Events) collect(deleted snapshot.Collected, err error) {
 	if e.OnCollect != nil {
 		e.OnCollect(deleted, err)
+	}
+}
+
+func (e *Events) compact(sandbox string, done snapshot.Compacted, err error) {
+	if e.OnCompact != nil {
+		e.OnCompact(sandbox, done, err)
 	}
 }

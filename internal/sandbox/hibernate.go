@@ -104,7 +104,7 @@ func (c *Core) capture(ctx context.Context, e *entry) (shim.CaptureReport, error
 	}
 	report, err := e.vm.Capture(ctx, shim.CaptureRequest{
 		Attempt: e.rec.Attempt, ID: e.rec.Pending, Deadline: c.cfg.CaptureTimeout,
-		Generation: e.rec.Generation, Key: key, Full: e.rec.Snapshot == nil,
+		Generation: e.rec.Generation, Key: key, Full: e.rec.Snapshot == nil, Parent: e.rec.Snapshot,
 	})
 	if err != nil {
 		return report, err
@@ -155,6 +155,7 @@ func (c *Core) commit(ctx context.Context, e *entry, o HibernateOptions, sealed 
 	if parent != nil {
 		c.trash.add(parent.ID, bound)
 	}
+	c.compactor.add(e)
 	if err := failpoint.Hit(ctx, fpHibernateReleased); err != nil {
 		c.log.Warn("failpoint", keySandbox, e.id, keyError, err)
 	}

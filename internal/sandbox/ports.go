@@ -97,6 +97,9 @@ type Repository interface {
 	// Footprint measures a snapshot; shared says which packs others use.
 	Footprint(ctx context.Context, ref snapshot.Ref, shared func(pack snapshot.ID) bool) (snapshot.Footprint, error)
 
+	Packs(ctx context.Context, ref snapshot.Ref) ([]snapshot.Pack, error)
+	Compact(ctx context.Context, in snapshot.CompactInput) (snapshot.Ref, snapshot.Metadata, snapshot.Compacted, error)
+
 	// DropCache makes the host let go of the pages of the snapshot's local
 	// objects that it keeps in memory.
 	DropCache(ctx context.Context, ref snapshot.Ref) error

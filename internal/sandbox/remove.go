@@ -23,6 +23,7 @@ func (c *Core) Delete(ctx context.Context, id string) error {
 	e.doom(+1)
 	defer e.doom(-1)
 	e.interrupt(errDelete)
+	c.compactor.stop(e, errDelete)
 	return c.run(ctx, e, opDelete, func(ctx context.Context, _ *operation) error {
 		if e.unsettled {
 			if err := c.reload(ctx, e); err != nil || e.gone {

@@ -109,7 +109,8 @@ type Core struct {
 	admission admission
 	trash     trash
 	pool      *pool
-	shrinking sync.Mutex    // held while parked machines are ended for room
+	shrinking sync.Mutex // held while parked machines are ended for room
+	compactor compactor
 	storeTurn sync.Mutex    // held while snapshots are deleted
 	closing   chan struct{} // closed by Close
 
@@ -142,6 +143,7 @@ func New(ctx context.Context, cfg Config) (*Core, error) {
 	c.admission.claims = map[string]int64{}
 	c.trash.kick = make(chan struct{}, 1)
 	c.pool = newPool(cfg.Pool, cfg.PoolDelay, c.log, c.startPooled, c.endPooled)
+	c.compactor.init()
 	err := c.checkHost(ctx)
 	if err == nil {
 		err = c.loadTemplates(ctx)
@@ -164,6 +166,7 @@ func New(ctx context.Context, cfg Config) (*Core, error) {
 		c.restDone.Go(func() { c.watchPressure(c.untilClosed()) })
 	}
 	c.seedPool()
+	c.restDone.Go(c.compactAll)
 	return c, nil
 }
 

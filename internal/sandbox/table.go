@@ -78,6 +78,10 @@ var Failpoints = []string{
 	fpBaseRecorded, fpBaseBooted, fpBaseSealed,
 }
 
+// CompactFailpoints lists those of a compaction, which happens behind a
+// hibernation if that is worth it.
+var CompactFailpoints = []string{fpCompactBegun, fpCompactCopying, fpCompactWritten, fpCompactSwapped}
+
 // The names of the failpoints. Each stands directly behind the step it names;
 // "running" stands before the change that records it.
 const (
@@ -100,4 +104,8 @@ const (
 	fpBaseRecorded       = "sandbox.base.recorded"
 	fpBaseBooted         = "sandbox.base.booted"
 	fpBaseSealed         = "sandbox.base.sealed"
+	fpCompactBegun       = "sandbox.compact.begun"
+	fpCompactCopying     = "sandbox.compact.copying"
+	fpCompactWritten     = "sandbox.compact.written"
+	fpCompactSwapped     = "sandbox.compact.swapped"
 )

@@ -117,6 +117,8 @@ func (h *host) refuse(attempt uint64) {
 // seal freezes and pauses the guest, writes the snapshot and marks it sealed.
 func (h *host) seal(ctx context.Context, req CaptureRequest) (CaptureReport, error) {
 	watch := newStopwatch()
+	parent, done := h.captureParent(ctx, req.Parent)
+	defer done()
 	warnings, err := h.freeze(ctx, req)
 	if err != nil {
 		return CaptureReport{}, err
@@ -151,7 +153,7 @@ func (h *host) seal(ctx context.Context, req CaptureRequest) (CaptureReport, err
 		return CaptureReport{}, err
 	}
 	ref, meta, err := h.repo.Capture(ctx, snapshot.CaptureInput{
-		ID: req.ID, Parent: h.parent, MemoryBytes: h.shape.MemoryBytes(),
+		ID: req.ID, Parent: parent, MemoryBytes: h.shape.MemoryBytes(),
 		State: state.Bytes(), RAM: h.machine.RAM(), Dirty: dirty, WorkingSet: h.workset.get(),
 		Metadata: snapshot.Metadata{Attempt: req.Attempt, Generation: req.Generation, Key: req.Key, ControlToken: h.token},
 	})
@@ -167,6 +169,24 @@ func (h *host) seal(ctx context.Context, req CaptureRequest) (CaptureReport, err
 		PauseMS: float64(time.Since(paused).Microseconds()) / 1000,
 	}
 	return report, h.markSealed(ctx, &report)
+}
+
+// captureParent returns the snapshot that a capture builds upon: the one that
+// the machine was resumed from, or ref if it holds the same and can be opened.
+// What the first names is still there, since it is open, so it will always do.
+func (h *host) captureParent(ctx context.Context, ref *snapshot.Ref) (parent *snapshot.Snapshot, done func()) {
+	if h.parent == nil || ref == nil || *ref == h.parent.Ref() {
+		return h.parent, func() {}
+	}
+	s, err := h.repo.Open(ctx, *ref)
+	if err != nil {
+		return h.parent, func() {}
+	}
+	if s.Metadata().Content() != h.parent.Metadata().Content() {
+		_ = s.Close() // read only
+		return h.parent, func() {}
+	}
+	return s, func() { _ = s.Close() }
 }
 
 // markSealed is the point after which the guest runs again only by order. A

@@ -1,6 +1,7 @@
 package shim
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"os"
@@ -11,6 +12,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/hibernacle/hibernacle/internal/page"
+	"github.com/hibernacle/hibernacle/internal/snapshot"
 	"github.com/hibernacle/hibernacle/internal/vmm"
 	"github.com/hibernacle/hibernacle/internal/vmm/fake"
 )
@@ -122,6 +125,82 @@ func TestEverythingSinceTheParent(t *testing.T) {
 	}
 	if got := last.env(); got.Counter < counter || got.Identity.ID != "sb1" || got.Init.Generation != 2 {
 		t.Errorf("the guest is %+v, want one that goes on from %d", got, counter)
+	}
+}
+
+// grown returns a descendant of base with a page of its own from each of eight
+// generations, and what a compaction makes of it.
+func grown(t *testing.T, repo *snapshot.Repository, base snapshot.Ref) (last, compacted snapshot.Ref) {
+	t.Helper()
+	ctx := context.Background()
+	last = base
+	for n := range 8 {
+		parent, err := repo.Open(ctx, last)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer parent.Close()
+		state, err := parent.State(ctx)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ram := make([]byte, parent.Metadata().MemoryBytes)
+		if _, err := parent.ReadAt(ram, 0); err != nil {
+			t.Fatal(err)
+		}
+		ram[(700+n)*page.Size] = byte(n + 1)
+		last, _, err = repo.Capture(ctx, snapshot.CaptureInput{ID: snapshot.NewID(), Parent: parent, Metadata: parent.Metadata(), MemoryBytes: int64(len(ram)),
+			State: state, RAM: bytes.NewReader(ram), Dirty: []page.Run{{First: uint64(700 + n), Count: 1}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	compacted, _, done, err := repo.Compact(ctx, snapshot.CompactInput{Ref: last, ID: snapshot.NewID()})
+	if err != nil || compacted == last {
+		t.Fatalf("Compact = %+v, %v", done, err)
+	}
+	return last, compacted
+}
+
+// TestCaptureUponACompactedParent: a capture builds upon the snapshot that
+// replaced the one resumed from, if it holds the same, and else upon that one.
+func TestCaptureUponACompactedParent(t *testing.T) {
+	origin := newRig(t, rigOptions{})
+	origin.boot()
+	base := origin.capture(1).Snapshot
+	last, compacted := grown(t, origin.repo(), base)
+
+	r := newRig(t, rigOptions{store: origin.cfg.Store})
+	r.resume(last)
+	r.write(600, 9)
+	var child snapshot.Ref
+	for i, tt := range []struct{ parent, want snapshot.Ref }{
+		{last, last}, {base, last}, {snapshot.Ref{ID: snapshot.NewID()}, last}, {compacted, compacted},
+	} {
+		req := captureRequest(uint64(i + 1))
+		req.Parent = &tt.parent
+		report, err := r.client.Capture(context.Background(), req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if child = report.Snapshot; report.Metadata.Parent != tt.want.ID {
+			t.Errorf("parent %d is %q, want %q", i, report.Metadata.Parent, tt.want.ID)
+		}
+		if tt.want != compacted {
+			r.thaw(uint64(i + 1))
+		}
+	}
+	r.end()
+	// The child needs nothing of the snapshot that its machine was resumed from.
+	if _, err := origin.repo().Collect(context.Background(), []snapshot.ID{child.ID}, nil); err != nil {
+		t.Fatal(err)
+	}
+	again := newRig(t, rigOptions{store: origin.cfg.Store})
+	again.resume(child)
+	for page, want := range map[int]int{600: 9, 700: 1, 707: 8, 708: 0} {
+		if got := again.read(page); got != want {
+			t.Errorf("page %d holds %d, want %d", page, got, want)
+		}
 	}
 }
 

@@ -153,6 +153,11 @@ type CaptureRequest struct {
 	Generation uint64        `json:"generation"` // that the guest runs at
 	Key        vmm.Key       `json:"key"`
 	Full       bool          `json:"full"` // save every page, not only what changed since the parent
+
+	// Parent is the snapshot that the sandbox's record names. A compaction may
+	// have put it, with the same memory image, in place of the one resumed from:
+	// then the capture builds upon it.
+	Parent *snapshot.Ref `json:"parent,omitempty"`
 }
 
 // CaptureReport describes a sealed snapshot. Phases has at least freeze, pause,

@@ -15,9 +15,9 @@ import (
 )
 
 // maxPacks bounds the packs that a manifest names, and with them the files that
-// an open snapshot holds. A capture that would go beyond it takes the pages of
-// the least used packs over into its own.
-const maxPacks = 48
+// an open snapshot holds. A capture that would go beyond it, because compaction
+// did not keep up, takes the pages of the least used packs over into its own.
+const maxPacks = 32
 
 // CaptureInput is what a capture is made of.
 type CaptureInput struct {
@@ -77,7 +77,7 @@ func newCapture(in CaptureInput) (*capture, error) {
 	}
 	m := &c.manifest.metadata
 	*m = in.Metadata
-	m.ID, m.Parent, m.MemoryBytes = in.ID, "", in.MemoryBytes
+	m.ID, m.Parent, m.Origin, m.MemoryBytes = in.ID, "", "", in.MemoryBytes
 	if m.CreatedAt.IsZero() {
 		m.CreatedAt = time.Now().UTC()
 	}
@@ -295,11 +295,11 @@ const (
 )
 
 // takeOver stores pages of the parent's packs, those with the fewest pages in
-// use first, until there are no more than maxPacks. What cannot be read stays
+// use first, until there are no more than maxPacks. What is not local or cannot be read stays
 // where it is: that is for the reader of that page to tell.
 func (s *scan) takeOver(ctx context.Context) error {
 	live := livePages(s.manifest.runs, int(s.number)+1)
-	victims := leastUsed(live[:s.number], maxPacks-1)
+	victims := leastUsed(live[:s.number], maxPacks-1, func(pack int) bool { return s.in.Parent.packs[pack].Remote() })
 	if victims == nil {
 		return nil
 	}

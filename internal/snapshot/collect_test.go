@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -14,6 +15,7 @@ import (
 	"testing"
 
 	"github.com/hibernacle/hibernacle/internal/blob"
+	"github.com/hibernacle/hibernacle/internal/blob/blobtest"
 )
 
 // family captures a chain of n snapshots, each with one new page.
@@ -80,6 +82,99 @@ func TestCollectKeepsOpenSnapshots(t *testing.T) {
 	}
 	if left := files(t, r); len(left) != 0 {
 		t.Errorf("left: %v", left)
+	}
+}
+
+// What is being uploaded or read alone is open, without its snapshot.
+func TestCollectKeepsOpenObjects(t *testing.T) {
+	r, _ := newRepository(t)
+	_, refs := family(t, r, 2)
+	o, err := r.store.Open(t.Context(), packKey(refs[1].ID))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, err := r.Collect(t.Context(), nil, nil); err != nil || got.Packs != 1 || got.InUse != 1 {
+		t.Errorf("Collect = %+v, %v", got, err)
+	}
+	if err := o.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := r.Collect(t.Context(), nil, nil); err != nil || got.Packs != 1 || got.InUse != 0 {
+		t.Errorf("Collect = %+v, %v", got, err)
+	}
+}
+
+// TestGarbageIsWhatCollectDeletes: the dry run names just that, and deletes nothing.
+func TestGarbageIsWhatCollectDeletes(t *testing.T) {
+	r, _ := newRepository(t)
+	_, refs := family(t, r, 5)
+	if err := r.SaveWorkingSet(t.Context(), refs[4].ID, nil); err != nil {
+		t.Fatal(err)
+	}
+	before := files(t, r)
+	roots, keep := ids(refs[1]), ids(refs[3])
+	dry, err := r.Garbage(t.Context(), roots, keep)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if now := files(t, r); !maps.Equal(before, now) {
+		t.Errorf("the dry run left %v of %v", now, before)
+	}
+	got, err := r.Collect(t.Context(), roots, keep)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var gone []string
+	var bytes int64
+	after := files(t, r)
+	for _, key := range slices.Sorted(maps.Keys(before)) {
+		if _, ok := after[key]; !ok {
+			gone = append(gone, key)
+			bytes += before[key]
+		}
+	}
+	if !slices.Equal(dry.Objects, gone) || dry.Bytes != bytes {
+		t.Errorf("the dry run named %d bytes in %v, then %d in %v went", dry.Bytes, dry.Objects, bytes, gone)
+	}
+	if dry.Objects = nil; !reflect.DeepEqual(dry, got) {
+		t.Errorf("Garbage = %+v, Collect = %+v", dry, got)
+	}
+	if _, err := r.Garbage(t.Context(), []ID{NewID()}, nil); !errors.Is(err, ErrMissing) {
+		t.Errorf("Garbage with a root that is missing: %v", err)
+	}
+}
+
+// TestCollectDiesAtEveryStep: whatever was the last thing that a collection did,
+// the roots are whole and the next one does the rest.
+func TestCollectDiesAtEveryStep(t *testing.T) {
+	for n := 1; ; n++ {
+		r, _ := newRepository(t)
+		m, refs := family(t, r, 4)
+		ops := 0
+		dying := &Repository{store: &blobtest.Faulty{Store: r.store, Fault: func(blobtest.Op, string) error {
+			if ops++; ops >= n {
+				return errors.New("dead")
+			}
+			return nil
+		}}}
+		_, err := dying.Collect(t.Context(), ids(refs[3]), nil)
+		if ops < n {
+			t.Logf("%d steps", ops)
+			return
+		}
+		if err == nil {
+			t.Fatalf("step %d failed and nobody noticed", n)
+		}
+		s := open(t, r, refs[3])
+		same(t, s, m.ram)
+		s.Close()
+		if _, err := r.Collect(t.Context(), ids(refs[3]), nil); err != nil {
+			t.Fatal(err)
+		}
+		noFaults(t, r)
+		if st, err := r.Status(t.Context()); err != nil || st.Manifests.Objects != 1 || st.States.Objects != 1 {
+			t.Fatalf("step %d: Status = %+v, %v", n, st, err)
+		}
 	}
 }
 
@@ -163,7 +258,7 @@ func TestVerifyReportsProgressAndCanBeCancelled(t *testing.T) {
 }
 
 // TestModel plays random generations of several small machines that fork, are
-// deleted and collected, and compares each snapshot with what it must be.
+// compacted, deleted and collected, and compares each snapshot with what it must be.
 func TestModel(t *testing.T) {
 	seed := rand.Uint64()
 	rnd := rand.New(rand.NewPCG(seed, 0))
@@ -180,7 +275,7 @@ func TestModel(t *testing.T) {
 		return alive[all[rnd.IntN(len(all))]]
 	}
 	for step := range 300 {
-		switch action := rnd.IntN(10); {
+		switch action := rnd.IntN(12); {
 		case len(alive) == 0 || action == 0:
 			m := newMachine(pages)
 			for range rnd.IntN(pages) {
@@ -211,11 +306,16 @@ func TestModel(t *testing.T) {
 			if _, err := r.Collect(t.Context(), slices.Collect(maps.Keys(alive)), nil); err != nil {
 				t.Fatal(err)
 			}
-		default:
+		case action == 9:
 			g := pick()
 			s := open(t, r, g.ref)
 			same(t, s, g.ram)
 			s.Close()
+		default:
+			g := pick()
+			ref, _ := compact(t, r, g.ref)
+			delete(alive, g.ref.ID) // what it shared with others is theirs still
+			alive[ref.ID] = generation{ref, g.ram}
 		}
 		if t.Failed() {
 			t.Fatalf("at step %d", step)

@@ -31,10 +31,26 @@ type PackUse struct {
 // StoredBytes is what would be free without the snapshot.
 func (f Footprint) StoredBytes() int64 { return f.PackBytes + f.RecordBytes }
 
+// Rewrite returns how many bytes of pages a compaction would write now, 0 if
+// none is worth it.
+func (f Footprint) Rewrite() int64 {
+	uses := make([]packUse, len(f.Packs))
+	for i, p := range f.Packs {
+		uses[i] = packUse{pages: p.Pages, live: p.Live, fixed: p.Shared}
+	}
+	var pages int64
+	for i, is := range chooseVictims(uses) {
+		if is {
+			pages += uses[i].live
+		}
+	}
+	return pages * page.Size
+}
+
 // Footprint measures the snapshot that ref names; shared says which packs
 // others use. It reads the manifest and asks for the sizes of objects. Errors
-// name the object and wrap ErrMissing, ErrCorrupt or ErrVersion. While a store
-// is not available, the sizes of its packs are those that the manifest records.
+// name the object and wrap ErrMissing, ErrCorrupt or ErrVersion. While the store
+// is not available, the packs there count as large as their pages.
 func (r *Repository) Footprint(ctx context.Context, ref Ref, shared func(ID) bool) (Footprint, error) {
 	f, err := r.footprint(ctx, ref, shared)
 	if err != nil {
@@ -44,17 +60,14 @@ func (r *Repository) Footprint(ctx context.Context, ref Ref, shared func(ID) boo
 }
 
 func (r *Repository) footprint(ctx context.Context, ref Ref, shared func(ID) bool) (Footprint, error) {
-	m, hash, err := r.load(ctx, ref.ID)
+	m, err := r.loadRef(ctx, ref)
 	if err != nil {
 		return Footprint{}, err
-	}
-	if hash != ref.Manifest {
-		return Footprint{}, corrupt(manifestKey(ref.ID), "its hash is %s, recorded is %q", hash, ref.Manifest)
 	}
 	f := Footprint{RecordBytes: m.state.Size}
 	live := livePages(m.runs, len(m.packs))
 	for i, p := range m.packs {
-		bytes, err := r.size(ctx, packKey(p.id), p.summary.Size)
+		bytes, err := r.size(ctx, packKey(p.id), p.summary.Pages*page.Size)
 		if err != nil {
 			return Footprint{}, err
 		}
@@ -76,11 +89,11 @@ func (r *Repository) footprint(ctx context.Context, ref Ref, shared func(ID) boo
 	return f, nil
 }
 
-// size returns the size of an object, recorded if the store cannot be asked.
-func (r *Repository) size(ctx context.Context, key string, recorded int64) (int64, error) {
+// size returns the size of an object, or guess if the store cannot be asked.
+func (r *Repository) size(ctx context.Context, key string, guess int64) (int64, error) {
 	info, err := r.store.Stat(ctx, key)
 	if errors.Is(err, blob.ErrUnavailable) {
-		return recorded, nil
+		return guess, nil
 	}
 	return info.Size, objectError(key, err)
 }

@@ -49,10 +49,7 @@ func (p Pack) Key() string { return packKey(p.ID) }
 // nothing else. Errors name the manifest and wrap ErrMissing, ErrCorrupt or
 // ErrVersion.
 func (r *Repository) Packs(ctx context.Context, ref Ref) ([]Pack, error) {
-	m, hash, err := r.load(ctx, ref.ID)
-	if err == nil && hash != ref.Manifest {
-		err = corrupt(manifestKey(ref.ID), "its hash is %s, recorded is %q", hash, ref.Manifest)
-	}
+	m, err := r.loadRef(ctx, ref)
 	if err != nil {
 		return nil, fmt.Errorf("look at the packs of snapshot %s: %w", ref.ID, err)
 	}

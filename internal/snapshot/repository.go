@@ -97,6 +97,15 @@ func (r *Repository) load(ctx context.Context, id ID) (*manifest, string, error)
 	return m, hashOf(b), nil
 }
 
+// loadRef reads the manifest that ref names.
+func (r *Repository) loadRef(ctx context.Context, ref Ref) (*manifest, error) {
+	m, hash, err := r.load(ctx, ref.ID)
+	if err == nil && hash != ref.Manifest {
+		err = corrupt(manifestKey(ref.ID), "its hash is %s, recorded is %q", hash, ref.Manifest)
+	}
+	return m, err
+}
+
 // Delete removes the snapshot id: its manifest, then its state file and its
 // working set. Its packs
 // may be used by others and are left to Collect. A snapshot that is not there is no error;

@@ -133,20 +133,24 @@ func dropUnused(runs []run, packs []packRef) []packRef {
 func pagesOf(bytes int64) uint32 { return uint32(bytes / page.Size) }
 
 // leastUsed returns which packs must go so that at most limit of those in use
-// are left, the ones with the fewest live pages; nil if none must.
-func leastUsed(live []int64, limit int) []bool {
-	var used []int
+// are left, the ones with the fewest live pages but for those that stay; nil if none must.
+func leastUsed(live []int64, limit int, stays func(pack int) bool) []bool {
+	var list []int
+	excess := -limit
 	for i, n := range live {
-		if n > 0 {
-			used = append(used, i)
+		if n == 0 {
+			continue
+		}
+		if excess++; !stays(i) {
+			list = append(list, i)
 		}
 	}
-	if len(used) <= limit {
+	if excess <= 0 {
 		return nil
 	}
-	sort.Slice(used, func(i, j int) bool { return live[used[i]] < live[used[j]] })
+	sort.Slice(list, func(i, j int) bool { return live[list[i]] < live[list[j]] })
 	out := make([]bool, len(live))
-	for _, i := range used[:len(used)-limit] {
+	for _, i := range list[:min(excess, len(list))] {
 		out[i] = true
 	}
 	return out

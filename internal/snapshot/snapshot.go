@@ -43,6 +43,7 @@ type Ref struct {
 type Metadata struct {
 	ID           ID                `json:"id"`
 	Parent       ID                `json:"parent,omitempty"`
+	Origin       ID                `json:"origin,omitempty"` // the snapshot whose capture took what this one, made by a compaction, holds
 	CreatedAt    time.Time         `json:"created_at"`
 	Attempt      uint64            `json:"attempt"`
 	Generation   uint64            `json:"generation"`
@@ -51,6 +52,15 @@ type Metadata struct {
 	StoredBytes  int64             `json:"stored_bytes"` // that the capture wrote: pack, state file and manifest
 	Key          map[string]string `json:"key"`
 	ControlToken string            `json:"control_token"`
+}
+
+// Content names what the snapshot holds: state and memory image. Snapshots with
+// the same Content hold the same.
+func (m Metadata) Content() ID {
+	if m.Origin != "" {
+		return m.Origin
+	}
+	return m.ID
 }
 
 const (

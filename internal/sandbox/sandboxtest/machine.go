@@ -38,6 +38,7 @@ type machine struct {
 	generation uint64
 	parent     snapshot.ID
 	bound      snapshot.ID // that pages are read from
+	content    snapshot.ID // of parent
 }
 
 // die ends the shim and all that it holds.
@@ -284,7 +285,7 @@ func (m *machine) resume(req shim.ResumeRequest) error {
 	if diff := req.Key.Diff(img.meta.Key); diff != "" {
 		return &shim.Error{Code: shim.CodeMismatch, Message: diff}
 	}
-	m.memory, m.identity, m.parent, m.bound = img.memory, img.identity, req.Snapshot.ID, req.Snapshot.ID
+	m.memory, m.identity, m.parent, m.bound, m.content = img.memory, img.identity, req.Snapshot.ID, req.Snapshot.ID, img.meta.Content()
 	if id := req.Init.Identity; id != nil {
 		m.identity = id.ID
 	}
@@ -353,9 +354,19 @@ func (m *machine) seal(req shim.CaptureRequest) error {
 	if req.Full != (m.parent == "") {
 		m.w.violate("machine %s: full is %v with parent %q", m.handle.VM, req.Full, m.parent)
 	}
-	meta := snapshot.Metadata{ID: req.ID, Parent: m.parent, CreatedAt: time.Now(), Attempt: req.Attempt, Generation: req.Generation,
+	parent, packs := m.parent, []snapshot.ID(nil)
+	if req.Parent != nil {
+		parent = req.Parent.ID
+		img := m.w.snapshots[parent]
+		if img == nil || img.meta.Content() != m.content {
+			m.w.violate("machine %s, resumed from %s, is captured as a child of %s", m.handle.VM, m.parent, parent)
+			return &shim.Error{Code: shim.CodeInvalid, Message: "capture: another parent"}
+		}
+		packs = img.packs
+	}
+	meta := snapshot.Metadata{ID: req.ID, Parent: parent, CreatedAt: time.Now(), Attempt: req.Attempt, Generation: req.Generation,
 		MemoryBytes: 1 << 30, DirtyBytes: 8192, StoredBytes: 4096, Key: req.Key, ControlToken: "secret"}
-	m.w.snapshots[req.ID] = &image{meta: meta, memory: m.memory, identity: m.identity}
+	m.w.snapshots[req.ID] = &image{meta: meta, memory: m.memory, identity: m.identity, packs: append(slices.Clone(packs), req.ID)}
 	m.captured = &shim.CaptureReport{Snapshot: snapshot.Ref{ID: req.ID, Manifest: "manifest of " + string(req.ID)}, Metadata: meta,
 		Phases: map[string]float64{"freeze": 1, "pause": 1, "state": 1, "scan": 1, "write": 1}, PauseMS: 2}
 	m.enter(shim.PhaseSealed)
@@ -428,7 +439,7 @@ func (v *vm) Unpark(ctx context.Context, req shim.UnparkRequest) (rep shim.Start
 			m.w.violate("sandbox %s goes on with %q, its snapshot holds %q", m.sandbox, m.memory, img.memory)
 		}
 		m.refused[req.Attempt] = true
-		m.parent, m.captured = req.Snapshot.ID, nil
+		m.parent, m.content, m.captured = req.Snapshot.ID, img.meta.Content(), nil
 		rep.Phases = map[string]float64{"unpause": 1, "guest_init": 1}
 		m.wake(req.Init.Generation)
 		return nil

@@ -112,21 +112,69 @@ func (r repository) Garbage(ctx context.Context, roots, keep []snapshot.ID) (out
 	return out, err
 }
 
+// packPages is the length of every pack; all of them are live.
+const packPages = 100
+
 // Footprint takes what the snapshot's metadata says for its own pack, and the
-// base's for a shared one.
-func (r repository) Footprint(ctx context.Context, ref snapshot.Ref, shared func(snapshot.ID) bool) (f snapshot.Footprint, err error) {
-	err = r.d.step(ctx, "footprint", "", func() error {
-		img, err := r.find(ref.ID)
+// base's for a shared one. It is no step: the background looks as well.
+func (r repository) Footprint(_ context.Context, ref snapshot.Ref, shared func(snapshot.ID) bool) (f snapshot.Footprint, err error) {
+	r.d.w.mu.Lock()
+	defer r.d.w.mu.Unlock()
+	img, err := r.find(ref.ID)
+	if err != nil {
+		return f, err
+	}
+	for _, id := range img.packs {
+		f.Packs = append(f.Packs, snapshot.PackUse{ID: id, Shared: shared(id), Pages: packPages, Live: packPages})
+	}
+	if !shared(ref.ID) {
+		f.LiveBytes, f.PackBytes, f.RecordBytes = img.meta.DirtyBytes, img.meta.StoredBytes, 1
+	}
+	return f, nil
+}
+
+func (r repository) Packs(_ context.Context, ref snapshot.Ref) (packs []snapshot.Pack, err error) {
+	r.d.w.mu.Lock()
+	defer r.d.w.mu.Unlock()
+	img, err := r.find(ref.ID)
+	if err != nil {
+		return nil, err
+	}
+	for _, id := range img.packs {
+		packs = append(packs, snapshot.Pack{ID: id})
+	}
+	return packs, nil
+}
+
+// Compact merges all packs that nobody shares and that are not damaged.
+func (r repository) Compact(ctx context.Context, in snapshot.CompactInput) (ref snapshot.Ref, meta snapshot.Metadata, done snapshot.Compacted, err error) {
+	if err := in.Pace(ctx); err != nil {
+		return ref, meta, done, err
+	}
+	err = r.d.step(ctx, "compact", "", func() error {
+		img, err := r.find(in.Ref.ID)
 		if err != nil {
 			return err
 		}
-		f.Packs = []snapshot.PackUse{{ID: ref.ID, Shared: shared(ref.ID)}}
-		if !f.Packs[0].Shared {
-			f.LiveBytes, f.PackBytes, f.RecordBytes = img.meta.DirtyBytes, img.meta.StoredBytes, 1
+		now := *img
+		now.meta.ID, now.meta.Origin = in.ID, img.meta.Content()
+		now.packs = nil
+		for _, pack := range img.packs {
+			switch {
+			case in.Shared(pack):
+				now.packs = append(now.packs, pack)
+			case r.d.w.damaged[pack]:
+				now.packs = append(now.packs, pack)
+				done.Faults = map[snapshot.ID]error{pack: snapshot.ErrCorrupt}
+			}
 		}
+		now.packs = append(now.packs, in.ID)
+		r.d.w.snapshots[in.ID] = &now
+		ref, meta = snapshot.Ref{ID: in.ID, Manifest: "manifest of " + string(in.ID)}, now.meta
+		done.Packs, done.PacksLeft, done.WrittenBytes = len(img.packs), len(now.packs), packPages*4096
 		return nil
 	})
-	return f, err
+	return ref, meta, done, err
 }
 
 // DropCache is a step and nothing else: there is no cache.

@@ -56,7 +56,8 @@ type World struct {
 	mu          sync.Mutex
 	machines    map[string]*machine // alive, by name
 	snapshots   map[snapshot.ID]*image
-	generations map[string]uint64 // last one that a sandbox ran at
+	damaged     map[snapshot.ID]bool // packs
+	generations map[string]uint64    // last one that a sandbox ran at
 	pid         int
 	violations  []string
 	bootID      string
@@ -66,13 +67,14 @@ type World struct {
 // image is a snapshot.
 type image struct {
 	meta     snapshot.Metadata
+	packs    []snapshot.ID // the oldest first
 	memory   string
 	identity string // of the sandbox that it is of, "base" for a base
 }
 
 // NewWorld returns an empty host, whose folder goes with the test.
 func NewWorld(t testing.TB) *World {
-	return &World{Dir: t.TempDir(), machines: map[string]*machine{}, snapshots: map[snapshot.ID]*image{},
+	return &World{Dir: t.TempDir(), machines: map[string]*machine{}, snapshots: map[snapshot.ID]*image{}, damaged: map[snapshot.ID]bool{},
 		generations: map[string]uint64{}, bootID: "boot-1", pid: 1000, changed: make(chan struct{})}
 }
 
@@ -170,11 +172,28 @@ func (w *World) Memory(id snapshot.ID) (string, bool) {
 	return s.memory, true
 }
 
+// Packs returns how many packs a snapshot is made of, 0 if it is not there.
+func (w *World) Packs(id snapshot.ID) int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if s := w.snapshots[id]; s != nil {
+		return len(s.packs)
+	}
+	return 0
+}
+
 // Lose removes a snapshot from the store, as a fault of the disk.
 func (w *World) Lose(id snapshot.ID) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	delete(w.snapshots, id)
+}
+
+// Damage makes a pack one that no compaction can read.
+func (w *World) Damage(pack snapshot.ID) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.damaged[pack] = true
 }
 
 // KillShims kills the shims of a sandbox, or with "" all of them, and returns
