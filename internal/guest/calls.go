@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"net/netip"
-	"runtime"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -18,15 +17,15 @@ import (
 // its frame.
 const callStall = 5 * time.Second
 
-// calls serves control calls as frames (see guestapi.CallPort) on a thread of
-// its own with blocking system calls: no poller, no other goroutine and no HTTP
-// run between the packet that comes in and the answer. Under emulation each
-// line of code that runs for the first time after a resume costs.
+// calls serves control calls as frames (see guestapi.CallPort) with blocking
+// system calls: no poller, no other goroutine and no HTTP run between the packet
+// that comes in and the answer. Under emulation each line of code that runs for
+// the first time after a resume costs.
 type calls struct {
 	control *controller
 	socket  int            // listens
 	local   netip.AddrPort // that it is bound to
-	peer    netip.Addr     // whom it serves: nobody in the guest can keep the thread
+	peer    netip.Addr     // whom it serves: nobody in the guest can keep it waiting
 }
 
 // listenForCalls opens the port at address for peer alone.
@@ -49,8 +48,6 @@ func listenForCalls(control *controller, address netip.AddrPort, peer netip.Addr
 
 // serve answers one call after the other until ctx ends.
 func (c *calls) serve(ctx context.Context) error {
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
 	stop := context.AfterFunc(ctx, func() { _ = unix.Shutdown(c.socket, unix.SHUT_RDWR) })
 	defer unix.Close(c.socket)
 	defer stop()

@@ -29,8 +29,10 @@ const (
 // What a resume needs is kept open: an emulated processor pays for every line
 // of code that runs for the first time.
 type linux struct {
-	generation *os.File // of generationFile, once it was published
-	freezer    *os.File // cgroup.freeze of the user's cgroup, once it was used
+	random     int            // descriptor of /dev/urandom, 0 before it was used
+	diag       *netlinkSocket // of the kernel's socket monitor, once it was used
+	generation *os.File       // of generationFile, once it was published
+	freezer    *os.File       // cgroup.freeze of the user's cgroup, once it was used
 }
 
 // NewSystem returns the running guest's System. Its methods change the machine
@@ -42,25 +44,25 @@ func (*linux) SetClock(t time.Time) error {
 	return unix.ClockSettime(unix.CLOCK_REALTIME, &ts)
 }
 
-func (*linux) AddEntropy(secret []byte) error {
-	f, err := os.OpenFile("/dev/urandom", os.O_RDWR, 0)
-	if err != nil {
-		return err
+func (l *linux) AddEntropy(secret []byte) error {
+	if l.random == 0 {
+		fd, err := unix.Open("/dev/urandom", unix.O_RDWR|unix.O_CLOEXEC, 0)
+		if err != nil {
+			return err
+		}
+		l.random = fd
 	}
-	defer f.Close()
 	// struct rand_pool_info: bits of entropy, bytes, the bytes.
 	pool := make([]uint32, 2+(len(secret)+3)/4)
 	pool[0], pool[1] = uint32(len(secret)*8), uint32(len(secret))
 	copy(unsafe.Slice((*byte)(unsafe.Pointer(&pool[2])), len(secret)), secret)
-	return control(f, func(fd int) error {
-		if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(fd), rndAddEntropy, uintptr(unsafe.Pointer(&pool[0]))); errno != 0 {
-			return fmt.Errorf("add entropy: %w", errno)
-		}
-		if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(fd), rndReseedCRNG, 0); errno != 0 {
-			return fmt.Errorf("reseed: %w", errno)
-		}
-		return nil
-	})
+	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(l.random), rndAddEntropy, uintptr(unsafe.Pointer(&pool[0]))); errno != 0 {
+		return fmt.Errorf("add entropy: %w", errno)
+	}
+	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(l.random), rndReseedCRNG, 0); errno != 0 {
+		return fmt.Errorf("reseed: %w", errno)
+	}
+	return nil
 }
 
 func (*linux) SetIdentity(id, hostname, machineID string) error {
@@ -74,7 +76,21 @@ func (*linux) SetIdentity(id, hostname, machineID string) error {
 	)
 }
 
-func (*linux) DestroySockets(keep Flow) (int, error) { return destroySockets(keep) }
+func (l *linux) DestroySockets(keep Flow) (int, error) {
+	if l.diag == nil {
+		s, err := openNetlink(unix.NETLINK_SOCK_DIAG)
+		if err != nil {
+			return 0, err
+		}
+		l.diag = s
+	}
+	n, err := destroySockets(l.diag, keep)
+	if err != nil { // what it still says may belong to the request that failed
+		l.diag.close()
+		l.diag = nil
+	}
+	return n, err
+}
 
 func (l *linux) Publish(generation uint64) error {
 	if l.generation == nil {

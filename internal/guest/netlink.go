@@ -16,6 +16,7 @@ import (
 type netlinkSocket struct {
 	fd  int
 	seq uint32
+	buf []byte // for answers
 }
 
 func openNetlink(protocol int) (*netlinkSocket, error) {
@@ -27,7 +28,7 @@ func openNetlink(protocol int) (*netlinkSocket, error) {
 	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: 2}); err != nil {
 		return nil, errors.Join(err, unix.Close(fd))
 	}
-	return &netlinkSocket{fd: fd}, nil
+	return &netlinkSocket{fd: fd, buf: make([]byte, 32<<10)}, nil
 }
 
 func (s *netlinkSocket) close() { _ = unix.Close(s.fd) }
@@ -60,16 +61,15 @@ func (s *netlinkSocket) send(kind, flags uint16, payload []byte) error {
 
 // receive passes the messages that answer the last request on, to its end.
 func (s *netlinkSocket) receive(each func(syscall.NetlinkMessage) error) error {
-	buf := make([]byte, 32<<10)
 	for {
-		n, _, err := unix.Recvfrom(s.fd, buf, 0)
+		n, _, err := unix.Recvfrom(s.fd, s.buf, 0)
 		if errors.Is(err, unix.EINTR) {
 			continue
 		}
 		if err != nil {
 			return fmt.Errorf("netlink answer: %w", err)
 		}
-		messages, err := syscall.ParseNetlinkMessage(buf[:n])
+		messages, err := syscall.ParseNetlinkMessage(s.buf[:n])
 		if err != nil {
 			return fmt.Errorf("netlink answer: %w", err)
 		}

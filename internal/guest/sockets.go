@@ -76,12 +76,7 @@ func (f Flow) leavesGuest() bool {
 
 // destroySockets resets every connected TCP socket whose other end is outside
 // the guest, but keep's, and returns how many.
-func destroySockets(keep Flow) (int, error) {
-	s, err := openNetlink(unix.NETLINK_SOCK_DIAG)
-	if err != nil {
-		return 0, err
-	}
-	defer s.close()
+func destroySockets(s *netlinkSocket, keep Flow) (int, error) {
 	count := 0
 	doomed, failed := outsideSockets(s, keep.plain())
 	for i := range doomed {

@@ -55,7 +55,12 @@ func InitOver(ctx context.Context, conn net.Conn, token string, req InitRequest)
 	return resp, nil
 }
 
-// FreezeOver is Client.Freeze over a connection to CallPort, which it leaves open.
+// closeWait is how long FreezeOver waits for the end of the connection.
+const closeWait = 200 * time.Millisecond
+
+// FreezeOver is Client.Freeze over a connection to CallPort. It returns when the
+// agent has closed the connection, or does not within 0.2 s: a guest that is
+// paused earlier would begin its next life with that.
 func FreezeOver(ctx context.Context, conn net.Conn, token string, req FreezeRequest) (FreezeResponse, error) {
 	var resp FreezeResponse
 	err := callOver(ctx, conn, EncodeFreeze(token, req), func(d *decoder) {
@@ -63,6 +68,9 @@ func FreezeOver(ctx context.Context, conn net.Conn, token string, req FreezeRequ
 	})
 	if err != nil {
 		return FreezeResponse{}, fmt.Errorf("agent call freeze: %w", err)
+	}
+	if conn.SetReadDeadline(time.Now().Add(closeWait)) == nil {
+		_, _ = conn.Read(make([]byte, 1)) // its end
 	}
 	return resp, nil
 }

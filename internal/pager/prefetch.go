@@ -6,59 +6,31 @@ import (
 	"fmt"
 	"io"
 	"slices"
-	"sync"
 
 	"github.com/hibernacle/hibernacle/internal/page"
 )
 
-// maxRecorded bounds the pages that a slot's record holds: 256 MiB of them.
-const maxRecorded = 1 << 16
-
-// record lists the pages that READs were answered with, each once, in the order
-// of the first time.
-type record struct {
-	mu    sync.Mutex
-	seen  map[uint64]struct{}
-	runs  []page.Run
-	pages int
-}
-
-func (r *record) add(off int64, n int) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.seen == nil {
-		r.seen = map[uint64]struct{}{}
-	}
-	for p := uint64(off) / page.Size; p < (uint64(off)+uint64(n)+page.Size-1)/page.Size; p++ {
-		if _, twice := r.seen[p]; twice || r.pages == maxRecorded {
-			continue
-		}
-		r.seen[p] = struct{}{}
-		r.pages++
-		r.runs = page.Append(r.runs, p)
-	}
-}
-
-// Touched returns the pages that were read so far, in the order in which they
-// were first read, the kernel's readahead included. What was pushed and not
-// read is not among them. Beyond 256 MiB nothing is recorded.
-func (l *Slot) Touched() []page.Run {
-	l.touched.mu.Lock()
-	defer l.touched.mu.Unlock()
-	return slices.Clone(l.touched.runs)
-}
-
 const (
-	// pushBytes is how much is pushed at once.
+	// pushBytes is how much is read and pushed at once from a source that does
+	// not fetch.
 	pushBytes = 256 << 10
 	// batchPages is within how many pages the order of a prefetch is given up
 	// for longer reads.
 	batchPages = 1024
 )
 
+// Fetcher is a source that reads ahead better than by one ReadAt after the
+// other. Fetch calls yield with the bytes of runs, whole pages at offset off,
+// roughly in the order of runs, one call at a time; p is valid until yield
+// returns, whose error ends it.
+type Fetcher interface {
+	Fetch(ctx context.Context, runs []page.Run, yield func(off int64, p []byte) error) error
+}
+
 // Prefetch pushes runs ahead of faults, roughly in their order, until it is done
-// or ctx ends, and returns how many bytes it pushed. The slot must be bound and
-// its file open, see Push.
+// or ctx ends, and returns how many bytes it pushed: pages that were read or
+// pushed meanwhile are left out. The slot must be bound and its file open, see
+// Push.
 func (l *Slot) Prefetch(ctx context.Context, runs []page.Run) (int64, error) {
 	l.mu.RLock()
 	src := l.src
@@ -66,8 +38,46 @@ func (l *Slot) Prefetch(ctx context.Context, runs []page.Run) (int64, error) {
 	if src == nil {
 		return 0, fmt.Errorf("prefetch slot %s: no source is bound", l.name)
 	}
-	buf := make([]byte, pushBytes)
 	var done int64
+	push := func(off int64, p []byte) error {
+		n, err := l.pushUnread(off, p)
+		done += n
+		return err
+	}
+	fetch := readAhead{src}.Fetch
+	if f, ok := src.(Fetcher); ok {
+		fetch = f.Fetch
+	}
+	if err := fetch(ctx, runs, push); err != nil {
+		return done, fmt.Errorf("prefetch slot %s: %w", l.name, err)
+	}
+	return done, nil
+}
+
+// pushUnread pushes those of the pages p at off that nobody has yet, and
+// returns how many bytes these were.
+func (l *Slot) pushUnread(off int64, p []byte) (done int64, err error) {
+	for n, left := uint64(off)/page.Size, uint64(len(p))/page.Size; left > 0; {
+		skip, count := l.record.unread(n, left)
+		n, left = n+skip, left-skip
+		if count == 0 {
+			return done, nil
+		}
+		from := int64(n)*page.Size - off
+		if err := l.Push(int64(n)*page.Size, p[from:from+int64(count)*page.Size]); err != nil {
+			return done, err
+		}
+		done += int64(count) * page.Size
+		n, left = n+count, left-count
+	}
+	return done, nil
+}
+
+// readAhead is a Fetcher over any source.
+type readAhead struct{ src io.ReaderAt }
+
+func (a readAhead) Fetch(ctx context.Context, runs []page.Run, yield func(off int64, p []byte) error) error {
+	buf := make([]byte, pushBytes)
 	for len(runs) > 0 {
 		n, batch := 0, uint64(0)
 		for n < len(runs) && batch < batchPages {
@@ -77,32 +87,28 @@ func (l *Slot) Prefetch(ctx context.Context, runs []page.Run) (int64, error) {
 		part := slices.Clone(runs[:n])
 		slices.SortFunc(part, func(a, b page.Run) int { return cmp.Compare(a.First, b.First) })
 		for _, r := range part {
-			pushed, err := l.pushRun(ctx, src, r, buf)
-			done += pushed
-			if err != nil {
-				return done, err
+			if err := a.run(ctx, r, buf, yield); err != nil {
+				return err
 			}
 		}
 		runs = runs[n:]
 	}
-	return done, nil
+	return nil
 }
 
-func (l *Slot) pushRun(ctx context.Context, src io.ReaderAt, r page.Run, buf []byte) (int64, error) {
-	var done int64
+func (a readAhead) run(ctx context.Context, r page.Run, buf []byte, yield func(off int64, p []byte) error) error {
 	for off, end := r.Offset(), r.Offset()+r.Bytes(); off < end; {
 		if err := ctx.Err(); err != nil {
-			return done, err
+			return err
 		}
 		p := buf[:min(int64(len(buf)), end-off)]
-		if n, err := src.ReadAt(p, off); n < len(p) {
-			return done, fmt.Errorf("prefetch slot %s: read %d bytes at %d: %w", l.name, len(p), off, err)
+		if n, err := a.src.ReadAt(p, off); n < len(p) {
+			return fmt.Errorf("read %d bytes at %d: %w", len(p), off, err)
 		}
-		if err := l.Push(off, p); err != nil {
-			return done, err
+		if err := yield(off, p); err != nil {
+			return err
 		}
 		off += int64(len(p))
-		done += int64(len(p))
 	}
-	return done, nil
+	return nil
 }

@@ -52,11 +52,12 @@ func TestPrefetchRacesReads(t *testing.T) {
 		for p := uint64(testPages); p > 0; p -= 64 {
 			runs = append(runs, page.Run{First: p - 64, Count: 64})
 		}
+		l.Expect(runs)
 		var wg sync.WaitGroup
 		for range 2 {
 			wg.Go(func() {
-				if n, err := l.Prefetch(t.Context(), runs); n != testSize || err != nil {
-					t.Errorf("%d bytes, %v", n, err)
+				if _, err := l.Prefetch(t.Context(), runs); err != nil {
+					t.Error(err)
 				}
 			})
 		}
@@ -70,6 +71,77 @@ func TestPrefetchRacesReads(t *testing.T) {
 		if err := l.Err(); err != nil {
 			t.Error(err)
 		}
+		if s := l.Stats(); s.DemandPages+s.PushedPages != testPages || s.LatePages != s.DemandPages {
+			t.Errorf("of %d pages: %+v", testPages, s)
+		}
+	}
+}
+
+// TestPagesAreToldApart: what was expected, pushed and read in time or not.
+func TestPagesAreToldApart(t *testing.T) {
+	l, c := mappedSlot(t, pattern(testSize).ReadAt)
+	l.Expect([]page.Run{{First: 0, Count: 64}})
+	read := func(first uint64) { c.must(command{Op: "read", Off: int64(first) * page.Size, Len: page.Size}) }
+	read(40)
+	late := l.Stats()
+	if late.DemandPages == 0 || late.LatePages != late.DemandPages || late.PushedPages != 0 {
+		t.Errorf("a page that was read before it was pushed: %+v", late)
+	}
+	n, err := l.Prefetch(t.Context(), []page.Run{{First: 0, Count: 64}})
+	if want := 64 - late.DemandPages; err != nil || n != want*page.Size || l.Stats().PushedPages != want {
+		t.Errorf("%d bytes were pushed, %v, want %d pages", n, err, want)
+	}
+	read(3)
+	if s := l.Stats(); s.DemandPages != late.DemandPages {
+		t.Errorf("a page that was pushed was read: %+v", s)
+	}
+	read(1000)
+	if s := l.Stats(); s.DemandPages == late.DemandPages || s.LatePages != late.LatePages {
+		t.Errorf("a page that was not expected: %+v", s)
+	}
+	touched := page.Normalize(l.Touched())
+	if overlap := page.Total(touched) + page.Total(l.Pushed()) - page.Total(page.Normalize(append(touched, l.Pushed()...))); overlap != 0 {
+		t.Errorf("%d pages were read and pushed: %v, %v", overlap, touched, l.Pushed())
+	}
+	if n, err := l.Prefetch(t.Context(), []page.Run{{First: 0, Count: 64}}); n != 0 || err != nil {
+		t.Errorf("%d bytes were pushed again, %v", n, err)
+	}
+}
+
+// fetching is a source that fetches in an order of its own.
+type fetching struct{ sourceFunc }
+
+func (f fetching) Fetch(_ context.Context, runs []page.Run, yield func(off int64, p []byte) error) error {
+	for _, r := range slices.Backward(runs) {
+		p := make([]byte, r.Bytes())
+		if _, err := f.ReadAt(p, r.Offset()); err != nil {
+			return err
+		}
+		if err := yield(r.Offset(), p); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func TestPrefetchLetsTheSourceFetch(t *testing.T) {
+	l := newTestSlot(t, testSize)
+	if err := l.Bind(fetching{pattern(testSize).ReadAt}); err != nil {
+		t.Fatal(err)
+	}
+	c := startChild(t, "toucher")
+	c.must(command{Op: "map", Path: l.Path(), Len: testSize})
+	runs := []page.Run{{First: 7, Count: 1}, {First: 100, Count: 300}}
+	if n, err := l.Prefetch(t.Context(), runs); n != 301*page.Size || err != nil {
+		t.Errorf("%d bytes, %v", n, err)
+	}
+	for _, r := range runs {
+		if c.must(command{Op: "read", Off: r.Offset(), Len: r.Bytes()}).Sum != pattern(testSize).sum(r.Offset(), r.Bytes()) {
+			t.Errorf("the bytes of %v differ", r)
+		}
+	}
+	if s := l.Stats(); s.Reads != 0 {
+		t.Errorf("%d requests were made", s.Reads)
 	}
 }
 
@@ -131,7 +203,7 @@ func TestPrefetchEnds(t *testing.T) {
 }
 
 func TestTouched(t *testing.T) {
-	l := newSlot("ram", 1<<40, 1)
+	l := newSlot("ram", 1<<30, 1)
 	if err := l.Bind(Zero); err != nil {
 		t.Fatal(err)
 	}

@@ -22,10 +22,14 @@ func (zeros) ReadAt(p []byte, _ int64) (int, error) {
 	return len(p), nil
 }
 
-// Stats counts what a slot was asked for.
+// Stats counts what a slot was asked for, and what was there before it was
+// asked for. Pages count once.
 type Stats struct {
-	Reads     int64 // READ requests answered with bytes
-	BytesRead int64 // bytes of those answers
+	Reads       int64 // READ requests answered with bytes
+	BytesRead   int64 // bytes of those answers
+	DemandPages int64 // pages in them that were not pushed before
+	LatePages   int64 // of these, those that were expected
+	PushedPages int64 // pages pushed before they were read
 }
 
 // Slot is one file of a server: the RAM of one VMM. Its methods may be called
@@ -37,7 +41,7 @@ type Slot struct {
 	store      func(node uint64, off int64, p []byte) fuse.Status
 
 	reads, bytesRead atomic.Int64
-	touched          record
+	record           *record
 
 	mu     sync.RWMutex
 	closed bool
@@ -47,7 +51,7 @@ type Slot struct {
 }
 
 func newSlot(name string, size int64, node uint64) *Slot {
-	return &Slot{name: name, size: size, node: node, failed: make(chan struct{})}
+	return &Slot{name: name, size: size, node: node, record: newRecord(size / page.Size), failed: make(chan struct{})}
 }
 
 // Path returns the absolute path of the slot's file.
@@ -95,12 +99,18 @@ func (l *Slot) Push(off int64, p []byte) error {
 	if status := l.store(l.node, off, p); !status.Ok() {
 		return fmt.Errorf("push to slot %s (is its file open?): %v", l.name, status)
 	}
+	l.record.wasPushed(uint64(off)/page.Size, uint64(len(p))/page.Size)
 	return nil
 }
 
 // Stats returns the counts since the slot was made.
 func (l *Slot) Stats() Stats {
-	return Stats{Reads: l.reads.Load(), BytesRead: l.bytesRead.Load()}
+	l.record.mu.Lock()
+	defer l.record.mu.Unlock()
+	return Stats{
+		Reads: l.reads.Load(), BytesRead: l.bytesRead.Load(),
+		DemandPages: l.record.demand, LatePages: l.record.late, PushedPages: l.record.push,
+	}
 }
 
 // Failed is closed when a READ could not be answered. Err then says why.
@@ -135,7 +145,7 @@ func (l *Slot) read(p []byte, off int64) (int, error) {
 	}
 	l.reads.Add(1)
 	l.bytesRead.Add(int64(n))
-	l.touched.add(off, n)
+	l.record.answered(off, n)
 	return n, nil
 }
 

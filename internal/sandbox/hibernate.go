@@ -116,7 +116,7 @@ func (c *Core) capture(ctx context.Context, e *entry) (shim.CaptureReport, error
 // and parks or ends the machine. Only a change that failed is an error.
 func (c *Core) commit(ctx context.Context, e *entry, o HibernateOptions, sealed shim.CaptureReport, begun time.Time) error {
 	parent := e.rec.Snapshot
-	report := HibernateReport{PauseMS: sealed.PauseMS, Phases: map[string]float64{}, Warnings: sealed.Warnings}
+	report := HibernateReport{PauseMS: sealed.PauseMS, Phases: map[string]float64{}, Warnings: sealed.Warnings, WorkingSet: sealed.WorkingSet}
 	for name, ms := range sealed.Phases {
 		report.Phases[name] = ms
 	}

@@ -144,6 +144,10 @@ func (h *host) seal(ctx context.Context, req CaptureRequest) (CaptureReport, err
 		return CaptureReport{}, err
 	}
 	h.workset.learn(ctx)
+	var worksetReport *WorkingSetReport
+	if h.parent != nil {
+		worksetReport = h.workset.report(ctx, h.parent.Ref().ID)
+	}
 	dirty, err := h.dirtyPages(ctx, req.Full)
 	if err != nil {
 		return CaptureReport{}, err
@@ -166,7 +170,8 @@ func (h *host) seal(ctx context.Context, req CaptureRequest) (CaptureReport, err
 	}
 	report := CaptureReport{
 		Snapshot: ref, Metadata: meta, Phases: watch.phases, Warnings: warnings,
-		PauseMS: float64(time.Since(paused).Microseconds()) / 1000,
+		PauseMS:    float64(time.Since(paused).Microseconds()) / 1000,
+		WorkingSet: worksetReport,
 	}
 	return report, h.markSealed(ctx, &report)
 }

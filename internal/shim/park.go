@@ -145,6 +145,7 @@ func (h *host) cutStreams() {
 func (r *StartReport) subtract(before StartReport) {
 	r.BytesRead -= before.BytesRead
 	r.Faults -= before.Faults
+	r.DemandPages -= before.DemandPages
 	r.PrefetchedBytes -= before.PrefetchedBytes
 	r.BytesFetched -= before.BytesFetched
 }

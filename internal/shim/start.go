@@ -10,6 +10,7 @@ import (
 
 	"github.com/hibernacle/hibernacle/internal/failpoint"
 	"github.com/hibernacle/hibernacle/internal/guestapi"
+	"github.com/hibernacle/hibernacle/internal/page"
 	"github.com/hibernacle/hibernacle/internal/vmm"
 	"github.com/hibernacle/hibernacle/internal/vnet"
 )
@@ -179,7 +180,7 @@ func (h *host) bind(ctx context.Context, req ResumeRequest) ([]byte, error) {
 		return nil, err
 	}
 	h.bound, h.parent, h.token = snap, snap, meta.ControlToken
-	h.advice = h.workset.start(h.repo, snap, h.slot, h.machine)
+	h.advice = h.workset.start(h.repo, snap, h.slot, h.machine, !req.NoPrefetch)
 	return state, nil
 }
 
@@ -207,7 +208,10 @@ func (h *host) welcome(ctx context.Context, init guestapi.InitRequest, watch *st
 // counters returns what a report counts, as it is now.
 func (h *host) counters() StartReport {
 	stats := h.slot.Stats()
-	r := StartReport{BytesRead: stats.BytesRead, Faults: stats.Reads, PrefetchedBytes: h.workset.prefetched.Load()}
+	r := StartReport{
+		BytesRead: stats.BytesRead, Faults: stats.Reads, DemandPages: stats.DemandPages,
+		PrefetchedBytes: stats.PushedPages * page.Size, WorkingSetBytes: h.workset.carriedBytes(),
+	}
 	if h.remote != nil {
 		r.BytesFetched, r.Remote = h.remote.fetched.Load(), h.remote.opened.Load() > 0
 	}

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/hibernacle/hibernacle/internal/page"
@@ -22,14 +21,13 @@ const learnFor = 3 * time.Second
 // from, and learns the one of its next resume. What goes wrong with either
 // only costs time later. The zero value, of a machine that booted, does nothing.
 type workset struct {
-	prefetched atomic.Int64 // bytes
 	background sync.WaitGroup
 
 	mu      sync.Mutex
 	source  *resumed // nil before start and after stop
 	cancel  context.CancelFunc
 	learned bool
-	runs    []page.Run
+	set     snapshot.WorkingSet
 }
 
 // resumed is a machine and the snapshot that it was resumed from.
@@ -38,27 +36,30 @@ type resumed struct {
 	id      snapshot.ID
 	slot    *pager.Slot
 	machine vmm.Machine
-	carried []page.Run // working set of the snapshot
-	missing bool       // it has none yet
+	carried snapshot.WorkingSet // of the snapshot
+	members []page.Run          // of it
+	missing bool                // it has none yet
+	since   time.Time
 }
 
-// start begins the prefetch and the learning. It returns a warning if the
-// snapshot's working set is damaged.
-func (w *workset) start(repo *snapshot.Repository, snap *snapshot.Snapshot, slot *pager.Slot, machine vmm.Machine) (warning string) {
+// start begins the prefetch, unless it is not wanted, and the learning. It
+// returns a warning if the snapshot's working set is damaged.
+func (w *workset) start(repo *snapshot.Repository, snap *snapshot.Snapshot, slot *pager.Slot, machine vmm.Machine, prefetch bool) (warning string) {
 	ctx, cancel := context.WithCancel(context.Background())
-	src := &resumed{repo: repo, id: snap.Metadata().ID, slot: slot, machine: machine}
+	src := &resumed{repo: repo, id: snap.Metadata().ID, slot: slot, machine: machine, since: time.Now()}
 	var err error
 	src.carried, err = snap.WorkingSet(ctx)
 	if src.missing = errors.Is(err, snapshot.ErrMissing); err != nil && !src.missing {
 		warning = "nothing was prefetched: " + err.Error()
 	}
+	src.members = src.carried.Members()
+	slot.Expect(src.members)
 	w.mu.Lock()
 	w.source, w.cancel = src, cancel
 	w.mu.Unlock()
-	if len(src.carried) > 0 {
+	if prefetch && len(src.members) > 0 {
 		w.background.Go(func() {
-			n, _ := slot.Prefetch(ctx, src.carried) // a page that can't be read fails where it is needed
-			w.prefetched.Store(n)
+			_, _ = slot.Prefetch(ctx, src.members) // a page that can't be read fails where it is needed
 		})
 	}
 	w.background.Go(func() {
@@ -71,18 +72,17 @@ func (w *workset) start(repo *snapshot.Repository, snap *snapshot.Snapshot, slot
 	return warning
 }
 
-// learn settles, once, what the working set is: what was prefetched and what
-// was read besides, as far as the guest touched it or its neighbourhood. A
-// snapshot that had none gets this one.
+// learn settles, once, what the working set is. A snapshot that had none gets
+// this one.
 func (w *workset) learn(ctx context.Context) {
-	src, runs := w.settle(ctx)
-	if src != nil && src.missing && len(runs) > 0 {
-		_ = src.repo.SaveWorkingSet(ctx, src.id, runs)
+	src, set := w.settle(ctx)
+	if src != nil && src.missing && len(set) > 0 {
+		_ = src.repo.SaveWorkingSet(ctx, src.id, set)
 	}
 }
 
 // settle returns the working set and whose it is, to the first who asks.
-func (w *workset) settle(ctx context.Context) (*resumed, []page.Run) {
+func (w *workset) settle(ctx context.Context) (*resumed, snapshot.WorkingSet) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	src := w.source
@@ -93,15 +93,46 @@ func (w *workset) settle(ctx context.Context) (*resumed, []page.Run) {
 	if err != nil {
 		return nil, nil // it has ended
 	}
-	w.learned, w.runs = true, intersect(append(slices.Clone(src.carried), src.slot.Touched()...), present)
-	return src, w.runs
+	w.learned, w.set = true, evolve(src.carried, src.slot.Touched(), present, time.Since(src.since) >= learnFor)
+	return src, w.set
 }
 
 // get returns the working set, nil while it is not learned.
-func (w *workset) get() []page.Run {
+func (w *workset) get() snapshot.WorkingSet {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.runs
+	return w.set
+}
+
+// report compares what was prefetched with what the guest touched, for a
+// machine that was resumed from snapshot id; of others there is nothing to say.
+func (w *workset) report(ctx context.Context, id snapshot.ID) *WorkingSetReport {
+	w.mu.Lock()
+	src := w.source
+	w.mu.Unlock()
+	if src == nil || src.id != id {
+		return nil
+	}
+	present, err := src.machine.PresentPages(ctx)
+	if err != nil {
+		return nil // the capture fails anyway
+	}
+	stats := src.slot.Stats()
+	return &WorkingSetReport{
+		Pages: int64(page.Total(src.members)), Prefetched: stats.PushedPages,
+		Late: stats.LatePages, Missed: stats.DemandPages - stats.LatePages,
+		Mispredicted: stats.PushedPages - int64(common(src.slot.Pushed(), present)),
+	}
+}
+
+// carriedBytes returns the size of the working set that the machine's snapshot carries.
+func (w *workset) carriedBytes() int64 {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.source == nil {
+		return 0
+	}
+	return int64(page.Total(w.source.members)) * page.Size
 }
 
 // stop makes what start began end soon.
@@ -120,23 +151,94 @@ func (w *workset) close() {
 	w.background.Wait()
 }
 
-// intersect returns the pages of ordered that are in sorted as well, each once,
-// in the order of the first.
-func intersect(ordered, sorted []page.Run) []page.Run {
-	var out []page.Run
-	seen := map[uint64]struct{}{}
-	for _, r := range ordered {
+// maxIdle is for how many whole lives in a row a guest may leave a member of its
+// working set alone before the page falls out.
+const maxIdle = 3
+
+// evolve returns the working set after a life: carried is the one that it began
+// with, demanded are the pages that were read without having been pushed, in that
+// order, present those that the guest touched, or their neighbours.
+//
+// A member stays unless it was left alone too often. What is new becomes a
+// candidate, and a member when it is demanded again in the next life: most pages
+// that are touched once are never touched again. Members that were needed before
+// they were pushed go to the front. A short life, which did not last and touched
+// less than half of the set, takes nothing away.
+func evolve(carried snapshot.WorkingSet, demanded, present []page.Run, lasted bool) snapshot.WorkingSet {
+	var next snapshot.WorkingSet
+	known := idleTimes(carried)
+	first := len(known) == 0
+	var promoted, candidates []uint64
+	for _, r := range demanded {
 		for p := r.First; p < r.End(); p++ {
-			if _, twice := seen[p]; twice || !contains(sorted, p) {
-				continue
+			if !contains(present, p) {
+				continue // readahead that nobody used
 			}
-			seen[p] = struct{}{}
-			out = page.Append(out, p)
+			idle, old := known[p]
+			delete(known, p)
+			switch {
+			case !old && !first:
+				candidates = append(candidates, p)
+			case old && idle == snapshot.Candidate:
+				promoted = append(promoted, p)
+			default:
+				next = next.Append(p, 0)
+			}
 		}
 	}
-	return out
+	whole := lasted || 2*common(carried.Members(), present) >= page.Total(carried.Members())
+	for _, t := range carried {
+		for p := t.First; p < t.End(); p++ {
+			_, left := known[p]
+			switch {
+			case !left:
+			case t.Idle == snapshot.Candidate:
+				if !whole {
+					candidates = append(candidates, p)
+				}
+			case contains(present, p):
+				next = next.Append(p, 0)
+			case !whole:
+				next = next.Append(p, t.Idle)
+			case t.Idle+1 < maxIdle:
+				next = next.Append(p, t.Idle+1)
+			}
+			delete(known, p)
+		}
+	}
+	for _, p := range promoted {
+		next = next.Append(p, 0)
+	}
+	for _, p := range candidates {
+		next = next.Append(p, snapshot.Candidate)
+	}
+	return next
 }
 
+// idleTimes returns the pages of a set and their Idle.
+func idleTimes(set snapshot.WorkingSet) map[uint64]uint8 {
+	known := map[uint64]uint8{}
+	for _, t := range set {
+		for p := t.First; p < t.End(); p++ {
+			known[p] = t.Idle
+		}
+	}
+	return known
+}
+
+// common counts the pages of runs that are in sorted as well.
+func common(runs, sorted []page.Run) (n uint64) {
+	for _, r := range runs {
+		for p := r.First; p < r.End(); p++ {
+			if contains(sorted, p) {
+				n++
+			}
+		}
+	}
+	return n
+}
+
+// contains tells whether a page is in runs, which are sorted and joined.
 func contains(sorted []page.Run, p uint64) bool {
 	_, found := slices.BinarySearchFunc(sorted, p, func(r page.Run, p uint64) int {
 		switch {

@@ -173,7 +173,7 @@ func TestOpenWaitsForFewRoundTrips(t *testing.T) {
 		m.fill(n, 1)
 		ref, _ = m.capture(t, r, open(t, r, ref))
 	}
-	if err := r.SaveWorkingSet(t.Context(), ref.ID, []page.Run{{First: 3, Count: 2}}); err != nil {
+	if err := r.SaveWorkingSet(t.Context(), ref.ID, WorkingSet{{Run: page.Run{First: 3, Count: 2}}}); err != nil {
 		t.Fatal(err)
 	}
 	synctest.Test(t, func(t *testing.T) { // its clock stands still while anything is done but waiting

@@ -15,17 +15,17 @@ import (
 const worksetID ID = "00000000000000000000000009"
 
 func TestWorksetGolden(t *testing.T) {
-	runs := []page.Run{{First: 700, Count: 8}, {First: 3, Count: 1}, {First: 1 << 20, Count: 512}}
-	want, err := os.ReadFile("testdata/v1.workset")
+	set := WorkingSet{{page.Run{First: 700, Count: 8}, 0}, {page.Run{First: 3, Count: 1}, Candidate}, {page.Run{First: 1 << 20, Count: 512}, 2}}
+	want, err := os.ReadFile("testdata/v2.workset")
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got := encodeWorkset(runs); !bytes.Equal(got, want) {
+	if got := encodeWorkset(set); !bytes.Equal(got, want) {
 		t.Errorf("encoded %x, golden %x", got, want)
 	}
 	got, err := parseWorkset(worksetID, want)
-	if err != nil || !slices.Equal(got, runs) {
-		t.Errorf("parsed %v, %v, want %v", got, err, runs)
+	if err != nil || !slices.Equal(got, set) {
+		t.Errorf("parsed %v, %v, want %v", got, err, set)
 	}
 	for i := range want {
 		broken := slices.Clone(want)
@@ -40,13 +40,13 @@ func TestWorksetGolden(t *testing.T) {
 }
 
 func TestWorksetIsBounded(t *testing.T) {
-	var runs []page.Run
+	var set WorkingSet
 	for i := range uint64(3 * maxWorksetRuns) {
-		runs = append(runs, page.Run{First: 4 * i, Count: 2})
+		set = append(set, Touched{Run: page.Run{First: 4 * i, Count: 2}})
 	}
-	got, err := parseWorkset(worksetID, encodeWorkset(runs))
-	if err != nil || page.Total(got) != maxWorksetPages {
-		t.Errorf("%d pages kept, %v, want the first %d", page.Total(got), err, maxWorksetPages)
+	got, err := parseWorkset(worksetID, encodeWorkset(set))
+	if n := page.Total(got.Members()); err != nil || n != maxWorksetPages {
+		t.Errorf("%d pages kept, %v, want the first %d", n, err, maxWorksetPages)
 	}
 }
 
@@ -60,9 +60,9 @@ func TestWorksetIsWrittenOnce(t *testing.T) {
 	if _, err := readWorkset(ctx, store, worksetID); !errors.Is(err, ErrMissing) {
 		t.Errorf("before: %v, want ErrMissing", err)
 	}
-	first := []page.Run{{First: 1, Count: 2}}
-	for _, runs := range [][]page.Run{first, {{First: 9, Count: 9}}} {
-		if err := r.SaveWorkingSet(ctx, worksetID, runs); err != nil {
+	first := WorkingSet{{Run: page.Run{First: 1, Count: 2}}}
+	for _, set := range []WorkingSet{first, {{Run: page.Run{First: 9, Count: 9}}}} {
+		if err := r.SaveWorkingSet(ctx, worksetID, set); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -78,11 +78,11 @@ func TestWorksetIsWrittenOnce(t *testing.T) {
 }
 
 func FuzzParseWorkset(f *testing.F) {
-	f.Add(encodeWorkset([]page.Run{{First: 1, Count: 1}}))
+	f.Add(encodeWorkset(WorkingSet{{page.Run{First: 1, Count: 1}, 1}}))
 	f.Fuzz(func(t *testing.T, b []byte) {
-		runs, err := parseWorkset(worksetID, b)
-		if err == nil && !bytes.Equal(encodeWorkset(runs), b) {
-			t.Errorf("%x parses to %v, which is written otherwise", b, runs)
+		set, err := parseWorkset(worksetID, b)
+		if err == nil && !bytes.Equal(encodeWorkset(set), b) {
+			t.Errorf("%x parses to %v, which is written otherwise", b, set)
 		}
 	})
 }

@@ -155,7 +155,7 @@ func (n *node) capture(g *guest, value byte, pages ...int) error {
 	ctx := context.Background()
 	in := snapshot.CaptureInput{
 		ID: snapshot.NewID(), MemoryBytes: int64(len(g.ram)), State: []byte("state of " + g.id),
-		Metadata: snapshot.Metadata{ControlToken: "secret"}, WorkingSet: []page.Run{{First: 1, Count: 2}},
+		Metadata: snapshot.Metadata{ControlToken: "secret"}, WorkingSet: snapshot.WorkingSet{{Run: page.Run{First: 1, Count: 2}}},
 	}
 	if g.rep.Snapshot.ID != "" {
 		parent, err := n.repo.Open(ctx, g.rep.Snapshot)
