@@ -33,7 +33,7 @@ func benchMachine(b *testing.B) (*Repository, *machine, *Snapshot) {
 // of which a third are equal to the parent's, without and with a working set.
 func BenchmarkCapture(b *testing.B) {
 	for _, runPages := range []int{1, 16, 512} {
-		for name, set := range map[string][]page.Run{"": nil, "/working-set": workingSet()} {
+		for name, set := range map[string]WorkingSet{"": nil, "/working-set": workingSet()} {
 			b.Run(fmt.Sprintf("runs-of-%d%s", runPages, name), func(b *testing.B) {
 				r, m, parent := benchMachine(b)
 				pages := len(m.ram) / page.Size
@@ -155,23 +155,23 @@ func BenchmarkOpen(b *testing.B) {
 
 // workingSet returns runs of 1 to 32 pages, 20 MiB in all, of the part of a
 // benchMachine that is not zero, in groups that are in no order.
-func workingSet() (runs []page.Run) {
+func workingSet() (set WorkingSet) {
 	rnd := rand.New(rand.NewPCG(1, 2))
 	for _, mib := range rnd.Perm(50) {
 		for n, end := uint64(3*mib)<<8, uint64(3*mib+1)<<8; n < end; {
 			r := page.Run{First: n, Count: min(1+rnd.Uint64N(32), end-n)}
-			runs = append(runs, r)
+			set = append(set, Touched{Run: r})
 			n = r.End() + rnd.Uint64N(48)
 		}
 	}
-	return runs
+	return set
 }
 
 // BenchmarkFetch reads a working set, whose pages are scattered over the pack:
 // as a prefetch without Fetch does it, run by run, and with Fetch.
 func BenchmarkFetch(b *testing.B) {
 	local, _, s := benchMachine(b)
-	ref, set := s.Ref(), workingSet()
+	ref, set := s.Ref(), workingSet().Members()
 	far := recoded(b, local).store
 	read := map[string]func(s *Snapshot) error{
 		"ReadAt": func(s *Snapshot) error {

@@ -208,7 +208,7 @@ type scan struct {
 // dirtyPages goes through the dirty pages, first those of the working set.
 func (s *scan) dirtyPages(ctx context.Context) error {
 	now, before := make([]byte, chunkBytes), make([]byte, chunkBytes)
-	for _, d := range workingSetFirst(s.dirty, s.in.WorkingSet) {
+	for _, d := range workingSetFirst(s.dirty, s.in.WorkingSet.Members()) {
 		for n := d.First; n < d.End(); n += chunkPages {
 			if err := ctx.Err(); err != nil {
 				return err

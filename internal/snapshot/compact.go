@@ -87,7 +87,7 @@ func (c *compaction) run(ctx context.Context) (Ref, error) {
 	if err != nil {
 		return Ref{}, err
 	}
-	c.moves = moves(old.runs, victims, workset)
+	c.moves = moves(old.runs, victims, workset.Members())
 	packed, err := c.writePack(ctx)
 	if errors.Is(err, errNoPages) {
 		return c.in.Ref, nil
@@ -158,12 +158,12 @@ func (c *compaction) fault(i int, err error) {
 
 // workset returns the old snapshot's working set, none if it has none that is
 // any good: a resume would do without it as well.
-func (c *compaction) workset(ctx context.Context) ([]page.Run, error) {
-	runs, err := c.old.WorkingSet(ctx)
+func (c *compaction) workset(ctx context.Context) (WorkingSet, error) {
+	set, err := c.old.WorkingSet(ctx)
 	if errors.Is(err, ErrMissing) || errors.Is(err, ErrCorrupt) || errors.Is(err, ErrVersion) {
 		return nil, nil
 	}
-	return runs, err
+	return set, err
 }
 
 // moves returns the parts of runs that lie in victims, in the order in which
@@ -258,7 +258,7 @@ func (c *compaction) pace(ctx context.Context) error {
 }
 
 // writeRecords writes state and working set, and then the manifest.
-func (c *compaction) writeRecords(ctx context.Context, workset []page.Run, packBytes int64) (Ref, error) {
+func (c *compaction) writeRecords(ctx context.Context, workset WorkingSet, packBytes int64) (Ref, error) {
 	content, err := c.old.State(ctx)
 	if err != nil {
 		return Ref{}, err
