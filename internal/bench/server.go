@@ -54,7 +54,7 @@ func startServer(ctx context.Context, target Target, id, program, command string
 		return last == nil
 	})
 	if !answers {
-		return fmt.Errorf("the server does not answer: %w", last)
+		return fmt.Errorf("the server does not answer: %w (%v)", ctx.Err(), last)
 	}
 	return nil
 }
