@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -121,8 +120,8 @@ func (r *runner) newPeer(ctx context.Context, memory int) (Peer, error) {
 		return nil, nil
 	}
 	r.say("python50, %d MiB: prepare QEMU's own restore", memory)
-	command := []string{"python3", "-c", ServerScript, "50", strconv.Itoa(serverPort), "records"}
-	peer, err := r.opts.NewPeer(ctx, memory, command, serverPort)
+	command := inBackground(serverCommand(`-c "$1"`, 50, serverPort, "records"))
+	peer, err := r.opts.NewPeer(ctx, memory, []string{"bash", "-c", command, "server", ServerScript}, serverPort)
 	switch {
 	case ctx.Err() != nil:
 		return nil, ctx.Err()
