@@ -109,7 +109,7 @@ func Quick() Options {
 // Full returns everything.
 func Full() Options {
 	return Options{
-		N: 15, Scenarios: Scenarios, Workloads: Workloads, Caches: Caches, MemoryMiB: []int{512, 4096},
+		N: 10, Scenarios: Scenarios, Workloads: Workloads, Caches: Caches, MemoryMiB: []int{512, 4096},
 		Burst: []int{8, 32}, Cycles: 300, Scale: 1000, IdleFor: time.Minute,
 	}
 }

@@ -24,8 +24,8 @@ type planned struct {
 var plan = [][]planned{
 	{
 		{workloadPython50, 512, Caches},
-		{workloadPython50, 4096, []string{CacheAwake, CacheParked, CacheWarm, CacheFresh}},
-		{workloadPython300, 512, []string{CacheAwake, CacheParked, CacheWarm, CacheFresh}},
+		{workloadPython50, 4096, []string{CacheWarm}},
+		{workloadPython300, 512, []string{CacheWarm}},
 	},
 	{{workloadShell, 512, []string{CacheAwake, CacheParked, CacheWarm, CacheCold, CacheRemote20}}},
 	{{workloadGit, 512, []string{CacheAwake, CacheParked, CacheWarm, CacheRemote20}}},
