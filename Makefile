@@ -45,9 +45,9 @@ test-e2e: build bin/versitygw ## real daemons with real microVMs: end to end, cr
 demo: deps build ## play the whole story on a private daemon, every figure measured on the spot
 	$(GO) run ./demo
 
-bench: deps build ## measure on this machine
+bench: deps build ## measure everything on this machine (BENCH: flags of hib bench)
 	scripts/fixtures
-	. $(CACHE)/fixtures.env && scripts/bench
+	. $(CACHE)/fixtures.env && scripts/bench $(or $(BENCH),--full)
 
 clean: ## remove what was built; the cache of downloads stays
 	rm -rf bin

@@ -251,7 +251,7 @@ func (f figures) hibernations() (m measured, ok bool) {
 		worst.Value, of(factShare95), worst.Workload, worst.MemoryMiB, of(factDirty)), worst.Value <= 1}, true
 }
 
-// demand compares the pages that were read on demand, in all local states.
+// demand compares the pages that were read on demand after a warm resume.
 func (f figures) demand() (measured, bool) {
 	of := func(prefetch bool) (float64, bool) {
 		for _, cache := range []string{CacheWarm, CacheWarm + noPool} {

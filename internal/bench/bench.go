@@ -76,8 +76,8 @@ type Options struct {
 	Scale     int           // sandboxes in standby
 	IdleFor   time.Duration // over which the processor time of an idle daemon is measured
 
-	// NewPeer boots a guest of the template, starts the command server, which
-	// serves HTTP at port, and saves both by QEMU's own means. Nil: not compared.
+	// NewPeer boots a guest of the template, runs the command server, which starts
+	// an HTTP server at port, and saves the guest by QEMU's own means. Nil: not compared.
 	NewPeer func(ctx context.Context, memoryMiB int, server []string, port int) (Peer, error)
 	Host    Host // nil: the daemon runs on another one
 	// Progress hears what is going on. It may be called by several goroutines. May be nil.
@@ -109,7 +109,7 @@ func Quick() Options {
 // Full returns everything.
 func Full() Options {
 	return Options{
-		N: 15, Scenarios: Scenarios, Workloads: Workloads, Caches: Caches, MemoryMiB: []int{512, 4096},
+		N: 10, Scenarios: Scenarios, Workloads: Workloads, Caches: Caches, MemoryMiB: []int{512, 4096},
 		Burst: []int{8, 32}, Cycles: 300, Scale: 1000, IdleFor: time.Minute,
 	}
 }

@@ -34,7 +34,12 @@ func StartServer(ctx context.Context, target Target, id string, mib, port int) e
 	return startServer(ctx, target, id, ServerScript, serverCommand("/tmp/server", mib, port, "random"), port)
 }
 
-// serverCommand returns the command line of the Python server that lies at script.
+// inBackground makes a command go on when the shell that starts it has ended.
+func inBackground(command string) string {
+	return "setsid " + command + " </dev/null >/tmp/server.log 2>&1 &"
+}
+
+// serverCommand returns the command line of the Python server that Python finds by script.
 func serverCommand(script string, mib, port int, kind string) string {
 	return fmt.Sprintf("python3 %s %d %d %s", script, mib, port, kind)
 }
@@ -42,8 +47,7 @@ func serverCommand(script string, mib, port int, kind string) string {
 // startServer puts a program to /tmp/server, starts the command in the background
 // and waits until it answers at port.
 func startServer(ctx context.Context, target Target, id, program, command string, port int) error {
-	script := "cat > /tmp/server; setsid " + command + " </dev/null >/tmp/server.log 2>&1 &"
-	if _, err := run(ctx, target, id, script, program); err != nil {
+	if _, err := run(ctx, target, id, "cat > /tmp/server; "+inBackground(command), program); err != nil {
 		return fmt.Errorf("start the server: %w", err)
 	}
 	ctx, cancel := context.WithTimeout(ctx, serverPatience)
@@ -54,7 +58,7 @@ func startServer(ctx context.Context, target Target, id, program, command string
 		return last == nil
 	})
 	if !answers {
-		return fmt.Errorf("the server does not answer: %w", last)
+		return fmt.Errorf("the server does not answer: %w (%v)", ctx.Err(), last)
 	}
 	return nil
 }

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -25,8 +24,8 @@ type planned struct {
 var plan = [][]planned{
 	{
 		{workloadPython50, 512, Caches},
-		{workloadPython50, 4096, []string{CacheAwake, CacheParked, CacheWarm, CacheFresh}},
-		{workloadPython300, 512, []string{CacheAwake, CacheParked, CacheWarm, CacheFresh}},
+		{workloadPython50, 4096, []string{CacheWarm}},
+		{workloadPython300, 512, []string{CacheWarm}},
 	},
 	{{workloadShell, 512, []string{CacheAwake, CacheParked, CacheWarm, CacheCold, CacheRemote20}}},
 	{{workloadGit, 512, []string{CacheAwake, CacheParked, CacheWarm, CacheRemote20}}},
@@ -121,8 +120,8 @@ func (r *runner) newPeer(ctx context.Context, memory int) (Peer, error) {
 		return nil, nil
 	}
 	r.say("python50, %d MiB: prepare QEMU's own restore", memory)
-	command := []string{"python3", "-c", ServerScript, "50", strconv.Itoa(serverPort), "records"}
-	peer, err := r.opts.NewPeer(ctx, memory, command, serverPort)
+	command := inBackground(serverCommand(`-c "$1"`, 50, serverPort, "records"))
+	peer, err := r.opts.NewPeer(ctx, memory, []string{"bash", "-c", command, "server", ServerScript}, serverPort)
 	switch {
 	case ctx.Err() != nil:
 		return nil, ctx.Err()

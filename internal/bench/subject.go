@@ -123,6 +123,11 @@ func (s *subject) sample(ctx context.Context, v variant) error {
 		}
 		return s.failed(ctx, first, err)
 	}
+	if v.pool && s.pool {
+		if err := sleep(ctx, poolRest); err != nil {
+			return err
+		}
+	}
 	took, err := s.wake(ctx, v, time.Now())
 	if err == nil {
 		sb, err = s.target.Get(ctx, s.id)
@@ -139,6 +144,10 @@ func (s *subject) sample(ctx context.Context, v variant) error {
 	s.record(v, took, *sb.LastResume)
 	return nil
 }
+
+// poolRest is how long a sandbox sleeps before it is woken by a VMM of the
+// pool: that fills up only some time after the last start.
+const poolRest = time.Second
 
 // record adds what a resume took and reported.
 func (s *subject) record(v variant, took float64, report api.ResumeReport) {

@@ -138,7 +138,7 @@ func duration(ms float64) string {
 
 // plotRow draws one row with its middle at y.
 func plotRow(b *strings.Builder, x func(float64) float64, y float64, r Row) {
-	class, name := "hib", r.Cache
+	class, name := "hib", stateName(r.Cache)
 	switch {
 	case r.Peer != PeerSelf:
 		class, name = "peer", strings.ReplaceAll(r.Peer, "_", " ")
@@ -152,6 +152,16 @@ func plotRow(b *strings.Builder, x func(float64) float64, y float64, r Row) {
 	fmt.Fprintf(b, "<line class=\"tick %s\" x1=\"%.1f\" y1=\"%.1f\" x2=\"%.1f\" y2=\"%.1f\"/>\n", class, x(r.Max), y-4, x(r.Max), y+4)
 	fmt.Fprintf(b, "<circle class=\"dot %s\" cx=\"%.1f\" cy=\"%.1f\" r=\"4.5\"/>\n", class, x(r.P50), y)
 	text(b, x(r.Max)+10, y+4, "quiet", fmt.Sprintf("%s (n=%d)", duration(r.P50), r.N))
+}
+
+// stateName names a cache state for people.
+func stateName(cache string) string {
+	name, without := strings.CutSuffix(cache, noPool)
+	name = strings.ReplaceAll(name, "_", " ")
+	if without {
+		name += ", no pool"
+	}
+	return name
 }
 
 // legend explains the marks.

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -57,7 +58,7 @@ either. docs/bench.md tells how to read the result.`,
 	f.BoolVar(&o.full, "full", false, "everything")
 	cmd.MarkFlagsMutuallyExclusive("quick", "full")
 	f.StringVar(&o.template, "template", defaultTemplate, "`TEMPLATE` of the sandboxes")
-	f.IntVarP(&o.samples, "samples", "n", 0, "samples of each row (default: quick 5, full 15)")
+	f.IntVarP(&o.samples, "samples", "n", 0, "samples of each row (default: quick 5, full 10)")
 	f.StringSliceVar(&o.scenarios, "scenario", nil, "only these: "+strings.Join(bench.Scenarios, ", "))
 	f.StringSliceVar(&o.workloads, "workload", nil, "only these: "+strings.Join(bench.Workloads, ", "))
 	f.StringSliceVar(&o.caches, "cache", nil, "only these cache states: "+strings.Join(bench.Caches, ", "))
@@ -107,6 +108,10 @@ func runBench(ctx context.Context, a *app, o benchOptions) error {
 	if err := chosen.Check(); err != nil {
 		return usageError{err}
 	}
+	own, err := o.own()
+	if err != nil {
+		return err
+	}
 	c, err := a.client()
 	if err != nil {
 		return err
@@ -118,21 +123,17 @@ func runBench(ctx context.Context, a *app, o benchOptions) error {
 		defer saying.Unlock()
 		status.set(text)
 	}
-	res, err := a.measure(ctx, c, chosen, o)
+	res, err := a.measure(ctx, c, chosen, own, o)
 	status.end()
-	// What was measured until a failure is worth having.
-	if showErr := a.showBench(res, o); err == nil {
-		err = showErr
+	if err != nil && len(res.Rows) == 0 {
+		return err
 	}
-	return err
+	return errors.Join(a.showBench(res, o), err) // what was measured until a failure is worth having
 }
 
-func (a *app) measure(ctx context.Context, c *client.Client, chosen bench.Options, o benchOptions) (bench.Result, error) {
-	if o.sandbox != "" {
-		own, err := o.own()
-		if err != nil {
-			return bench.Result{}, err
-		}
+// measure runs the benchmark of this daemon, or that of the user's own sandbox.
+func (a *app) measure(ctx context.Context, c *client.Client, chosen bench.Options, own bench.Own, o benchOptions) (bench.Result, error) {
+	if own.ID != "" {
 		fmt.Fprintf(a.Err, "Sandbox %s is hibernated and resumed up to %d times. Its processes go on; connections to it break. It is left as it is now.\n",
 			own.ID, 2*chosen.N*len(chosen.Caches))
 		return bench.RunOwn(ctx, c, chosen, own)
@@ -143,8 +144,11 @@ func (a *app) measure(ctx context.Context, c *client.Client, chosen bench.Option
 	return bench.Run(ctx, c, chosen)
 }
 
-// own reads the flags --sandbox and --get.
+// own reads the flags --sandbox and --get. Without them it returns nothing.
 func (o benchOptions) own() (bench.Own, error) {
+	if o.sandbox == "" {
+		return bench.Own{}, nil
+	}
 	port, path, _ := strings.Cut(o.get, "/")
 	n, err := strconv.ParseUint(port, 10, 16)
 	if err != nil || n == 0 {

@@ -38,7 +38,7 @@ type Config struct {
 	Template string    // folder of a template that was built
 	Accel    string    // as qemu.Config has it
 	Shape    vmm.Shape // of the machine
-	Server   []string  // command that serves HTTP in the guest, and goes on doing so
+	Server   []string  // command that starts an HTTP server in the guest, and ends then
 	Port     uint16    // that it listens at
 }
 
@@ -195,11 +195,16 @@ func (g *guest) serve(ctx context.Context, command []string) error {
 	if err != nil {
 		return fmt.Errorf("start the server: %w", err)
 	}
-	started := events.Receive() // the process is the agent's: it outlives the stream
-	if err := errors.Join(events.Err(), events.Close()); !started {
-		return fmt.Errorf("start the server: %w", err)
+	defer events.Close()
+	for events.Receive() {
+		if end := events.Msg().GetEvent().GetEnd(); end != nil {
+			if end.GetExitCode() != 0 {
+				return fmt.Errorf("start the server: %s", end.GetStatus())
+			}
+			return nil
+		}
 	}
-	return nil
+	return fmt.Errorf("start the server: the agent broke off: %w", events.Err())
 }
 
 // awaitAnswer waits until the server serves.

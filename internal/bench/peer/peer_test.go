@@ -20,7 +20,7 @@ func TestSaveAndRestore(t *testing.T) {
 	}
 	p, err := New(t.Context(), Config{
 		Template: dirs[0], Shape: vmm.Shape{MemoryMiB: 512, CPUs: 1},
-		Server: []string{"python3", "-m", "http.server", "-d", "/etc", "8000"}, Port: 8000,
+		Server: []string{"bash", "-c", "setsid python3 -m http.server -d /etc 8000 </dev/null >/dev/null 2>&1 &"}, Port: 8000,
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -1,0 +1,243 @@
+package bench
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/hibernacle/hibernacle/api"
+)
+
+// fakeDaemon is a Target and a Host in memory whose operations take the times
+// that cost names, on the clock of the test.
+type fakeDaemon struct {
+	parks, pools, evicts, remote, restarts bool // what it has
+	failResume                             func(n int) error
+
+	mu       sync.Mutex
+	boxes    map[string]*fakeBox
+	made     int
+	resumes  int
+	uploaded int64
+}
+
+type fakeBox struct {
+	api.Sandbox
+	cold, gone bool // since the hibernation: page cache dropped, local packs deleted
+	lazy       bool // it was resumed without prefetch
+	sleeps     int
+}
+
+// What the fake's operations take in milliseconds.
+const (
+	costCreate    = 300
+	costBoot      = 5000
+	costHibernate = 60
+	costUnpark    = 1
+	costPooled    = 8
+	costFresh     = 50
+	costAnswer    = 20  // of a guest that runs
+	costFirst     = 200 // of a guest that was resumed from a snapshot
+	costCold      = 100 // on top of that, without prefetch
+	costStore     = 10  // requests to the store, without prefetch
+)
+
+// whole is a daemon that has everything.
+func whole() *fakeDaemon {
+	return &fakeDaemon{parks: true, pools: true, evicts: true, remote: true, restarts: true, boxes: map[string]*fakeBox{}}
+}
+
+func take(ms int) { time.Sleep(time.Duration(ms) * time.Millisecond) }
+
+func (d *fakeDaemon) box(id string) (*fakeBox, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	b, ok := d.boxes[id]
+	if !ok {
+		return nil, fmt.Errorf("no sandbox %s", id)
+	}
+	return b, nil
+}
+
+func (d *fakeDaemon) Version(context.Context) (api.Version, error) {
+	return api.Version{Version: "test", VMM: "fake 1", Accel: "tcg"}, nil
+}
+
+func (d *fakeDaemon) Create(_ context.Context, req api.CreateRequest) (api.Sandbox, error) {
+	if req.ColdBoot {
+		take(costBoot)
+	} else {
+		take(costCreate)
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.made++
+	b := &fakeBox{Sandbox: api.Sandbox{ID: fmt.Sprintf("box%d", d.made), State: api.StateRunning, MemoryMiB: req.MemoryMiB}}
+	d.boxes[b.ID] = b
+	return b.Sandbox, nil
+}
+
+func (d *fakeDaemon) Get(_ context.Context, id string) (api.Sandbox, error) {
+	b, err := d.box(id)
+	if err != nil {
+		return api.Sandbox{}, err
+	}
+	return b.Sandbox, nil
+}
+
+func (d *fakeDaemon) HibernateWith(_ context.Context, id string, req api.HibernateRequest) (api.Sandbox, error) {
+	b, err := d.box(id)
+	if err != nil || b.State == api.StateStandby {
+		return b.Sandbox, err
+	}
+	take(costHibernate)
+	w := &api.WorkingSetReport{Pages: 1000, Prefetched: 1000, Late: 10, Missed: 20}
+	if b.lazy {
+		w.Prefetched, w.Late, w.Missed = 0, 980, 20
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	b.sleeps++
+	d.uploaded += 1e6
+	b.State, b.Parked, b.cold, b.gone = api.StateStandby, d.parks && !req.NoPark, false, false
+	b.Snapshot = &api.Snapshot{DirtyBytes: 4e6}
+	b.LastHibernate = &api.HibernateReport{WorkingSet: w}
+	if d.remote {
+		b.Replication = &api.Replication{State: "replicated"}
+	}
+	return b.Sandbox, nil
+}
+
+func (d *fakeDaemon) Evict(_ context.Context, id string, req api.EvictRequest) (api.Evicted, error) {
+	b, err := d.box(id)
+	if err != nil {
+		return api.Evicted{}, err
+	}
+	if !d.evicts {
+		return api.Evicted{}, errors.New("not supported")
+	}
+	b.Parked = b.Parked && !req.Parked
+	b.cold, b.gone = b.cold || req.PageCache, b.gone || req.Local
+	if req.Local {
+		return api.Evicted{Packs: 2, Bytes: 1e6}, nil
+	}
+	return api.Evicted{}, nil
+}
+
+func (d *fakeDaemon) ResumeWith(_ context.Context, id string, req api.ResumeRequest) (api.Sandbox, error) {
+	b, err := d.box(id)
+	if err != nil || b.State == api.StateRunning {
+		return b.Sandbox, err
+	}
+	d.mu.Lock()
+	d.resumes++
+	n := d.resumes
+	d.mu.Unlock()
+	if d.failResume != nil {
+		if err := d.failResume(n); err != nil {
+			return b.Sandbox, err
+		}
+	}
+	r := &api.ResumeReport{Tier: "local", Phases: map[string]float64{"guest_init": 5, "state": 2}, WorkingSetBytes: 4 << 20}
+	first, vmm := costFirst, costFresh
+	switch {
+	case b.Parked && !req.NoParked:
+		r.Tier, first, vmm = "parked", costAnswer, costUnpark
+	case d.pools && !req.NoPool:
+		r.Pooled, vmm = true, costPooled
+	}
+	if r.Tier == "local" && !req.NoPrefetch {
+		r.PrefetchedBytes = 4 << 20
+	}
+	penalty := 0
+	if b.cold {
+		penalty = costCold
+	}
+	if b.gone && r.Tier == "local" {
+		r.Tier, r.BytesFetched = "remote", 5<<20
+		penalty = costStore * (1 + req.StoreDelayMS)
+	}
+	if !req.NoPrefetch {
+		penalty /= 10
+	}
+	r.Phases["vmm"] = float64(vmm)
+	take(vmm + first - costAnswer + penalty) // the guest's part comes before the answer; it is the same to the caller
+	b.State, b.Parked, b.LastResume, b.lazy = api.StateRunning, false, r, req.NoPrefetch
+	return b.Sandbox, nil
+}
+
+func (d *fakeDaemon) Delete(_ context.Context, id string) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	delete(d.boxes, id)
+	return nil
+}
+
+func (d *fakeDaemon) Exec(ctx context.Context, id string, req api.ExecRequest) (api.ExecResponse, error) {
+	if _, err := d.ResumeWith(ctx, id, api.ResumeRequest{}); err != nil {
+		return api.ExecResponse{}, err
+	}
+	take(costAnswer)
+	if strings.Contains(strings.Join(req.Cmd, " "), "command -v node") {
+		return api.ExecResponse{ExitCode: absentCode}, nil
+	}
+	return api.ExecResponse{}, nil
+}
+
+func (d *fakeDaemon) DialPort(ctx context.Context, id string, _ int) (net.Conn, error) {
+	if _, err := d.ResumeWith(ctx, id, api.ResumeRequest{}); err != nil {
+		return nil, err
+	}
+	ours, theirs := net.Pipe()
+	go func() {
+		defer theirs.Close()
+		if _, err := http.ReadRequest(bufio.NewReader(theirs)); err != nil {
+			return
+		}
+		take(costAnswer)
+		fmt.Fprint(theirs, "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+	}()
+	return ours, nil
+}
+
+func (d *fakeDaemon) StoreStatus(context.Context) (api.StoreStatus, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	s := api.StoreStatus{PackBytes: 3e6 * int64(len(d.boxes))}
+	if d.remote {
+		s.Tiers = append(s.Tiers, api.TierStatus{Tier: "remote", Bytes: d.uploaded})
+	}
+	for id, b := range d.boxes {
+		s.Sandboxes = append(s.Sandboxes, api.StoreSandbox{ID: id, Packs: min(b.sleeps, 20), LiveBytes: 100, StoredBytes: 150})
+	}
+	return s, nil
+}
+
+func (d *fakeDaemon) PID() (int, error) { return os.Getpid(), nil }
+
+func (d *fakeDaemon) List(context.Context) (time.Duration, error) { return 30 * time.Millisecond, nil }
+
+func (d *fakeDaemon) Restart(context.Context) (time.Duration, error) {
+	if !d.restarts {
+		return 0, errors.ErrUnsupported
+	}
+	return 400 * time.Millisecond, nil
+}
+
+// fakePeer restores in a second.
+type fakePeer struct{ restored, closed bool }
+
+func (p *fakePeer) Restore(context.Context, string) (time.Duration, error) {
+	p.restored = true
+	take(1000)
+	return time.Second, nil
+}
+
+func (p *fakePeer) Close() error { p.closed = true; return nil }
