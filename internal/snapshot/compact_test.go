@@ -32,7 +32,7 @@ func TestCompactMergesPacks(t *testing.T) {
 	r, _ := newRepository(t)
 	m, refs := family(t, r, tierPacks)
 	last := refs[len(refs)-1]
-	if err := r.SaveWorkingSet(t.Context(), last.ID, []page.Run{{First: 7, Count: 1}, {First: 60, Count: 2}}); err != nil {
+	if err := r.SaveWorkingSet(t.Context(), last.ID, WorkingSet{{Run: page.Run{First: 7, Count: 1}}, {Run: page.Run{First: 60, Count: 2}}}); err != nil {
 		t.Fatal(err)
 	}
 	s := open(t, r, last)
@@ -222,7 +222,7 @@ func TestCompactFailsAtEveryStep(t *testing.T) {
 	r, _ := newRepository(t)
 	m, refs := family(t, r, tierPacks)
 	last := refs[tierPacks-1]
-	if err := r.SaveWorkingSet(t.Context(), last.ID, []page.Run{{First: 1, Count: 1}}); err != nil {
+	if err := r.SaveWorkingSet(t.Context(), last.ID, WorkingSet{{Run: page.Run{First: 1, Count: 1}}}); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := r.Collect(t.Context(), ids(last), nil); err != nil {
@@ -289,7 +289,7 @@ func TestFootprint(t *testing.T) {
 	}
 	third, _ := m.capture(t, r, s)
 	s.Close()
-	if err := r.SaveWorkingSet(t.Context(), third.ID, []page.Run{{First: 1, Count: 1}}); err != nil {
+	if err := r.SaveWorkingSet(t.Context(), third.ID, WorkingSet{{Run: page.Run{First: 1, Count: 1}}}); err != nil {
 		t.Fatal(err)
 	}
 	sizes := files(t, r)
