@@ -86,7 +86,7 @@ type Config struct {
 	Node     string                         // id of this data folder, of [a-z0-9]
 	Budget   int64                          // bytes that local packs may take up, 0: no limit
 	Log      *slog.Logger                   // nil: silent
-	OnChange func(sandbox string, s Status) // called at each change of a status; it must not block. nil: not wanted
+	OnChange func(sandbox string, s Status) // called at each change of a status; it must not block, nor call Replicate. nil: not wanted
 }
 
 // forgottenPrefix begins the keys of the local objects that note which sandboxes' remote
@@ -111,6 +111,8 @@ type Tier struct {
 
 	wake      chan struct{} // something to do for the worker
 	promoting chan struct{} // something to do for the one that fetches
+
+	telling sync.Mutex // held while OnChange is called
 
 	mu        sync.Mutex
 	entries   map[string]*entry
@@ -233,7 +235,7 @@ func (t *Tier) Replicate(r Replica) {
 	if forgotten {
 		t.unmark(r.Sandbox)
 	}
-	t.changed(r.Sandbox, e.status)
+	t.changed(r.Sandbox)
 	t.kick()
 }
 
@@ -294,8 +296,22 @@ func (t *Tier) Status(sandbox string, id snapshot.ID) Status {
 	return s
 }
 
-func (t *Tier) changed(sandbox string, s Status) {
-	if t.cfg.OnChange != nil {
+// changed tells the present status of a sandbox. Of two calls the second tells
+// what is not older.
+func (t *Tier) changed(sandbox string) {
+	if t.cfg.OnChange == nil {
+		return
+	}
+	t.telling.Lock()
+	defer t.telling.Unlock()
+	t.mu.Lock()
+	e, ok := t.entries[sandbox]
+	var s Status
+	if ok {
+		s = e.status
+	}
+	t.mu.Unlock()
+	if ok {
 		t.cfg.OnChange(sandbox, s)
 	}
 }
