@@ -122,7 +122,8 @@ type Tier struct {
 	uploading *upload
 	evictDue  bool
 	promotes  []promotion
-	lists     map[string]fileList // of templates, by folder
+	lists     map[string]fileList       // of templates, by folder
+	packs     map[snapshot.Ref][]string // keys of the packs that snapshots name, as the last ranking read them
 }
 
 // tuning holds what tests do not wait for.
@@ -327,20 +328,17 @@ type Usage struct {
 	Err     error // why the tier could not be looked at; the figures are then not whole
 }
 
+// usagePatience bounds how long Usage waits for the remote store.
+const usagePatience = 10 * time.Second
+
 // Usage counts what is in the local and in the remote tier, in this order. That
 // the remote store cannot be reached is in its Usage, and no error.
 func (t *Tier) Usage(ctx context.Context) ([]Usage, error) {
 	local, remote := Usage{Tier: "local", Budget: t.cfg.Budget}, Usage{Tier: "remote", Where: t.cfg.Where}
-	for store, u := range map[blob.Store]*Usage{t.cfg.Local: &local, t.cfg.Remote: &remote} {
-		for info, err := range store.List(ctx, "") {
-			if err != nil {
-				u.Err = err
-				break
-			}
-			u.Objects++
-			u.Bytes += info.Size
-		}
-	}
+	local.count(ctx, t.cfg.Local)
+	far, cancel := context.WithTimeout(ctx, usagePatience)
+	defer cancel()
+	remote.count(far, t.cfg.Remote)
 	t.mu.Lock()
 	for _, e := range t.entries {
 		if e.status.State != Replicated {
@@ -355,6 +353,18 @@ func (t *Tier) Usage(ctx context.Context) ([]Usage, error) {
 		return nil, err
 	}
 	return []Usage{local, remote}, local.Err
+}
+
+// count counts the objects in the store.
+func (u *Usage) count(ctx context.Context, store blob.Store) {
+	for info, err := range store.List(ctx, "") {
+		if err != nil {
+			u.Err = err
+			return
+		}
+		u.Objects++
+		u.Bytes += info.Size
+	}
 }
 
 // work does, one after the other, what is due. It sleeps until it is told of

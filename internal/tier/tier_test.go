@@ -470,6 +470,44 @@ func TestCollectRemote(t *testing.T) {
 	}
 }
 
+// A collection that breaks off leaves no manifest without what it names, and no
+// list without its files: an upload would believe them.
+func TestCollectBreaksOffAnywhere(t *testing.T) {
+	for limit := range 12 {
+		n := newNode(t, "aaaa", t.TempDir(), 0)
+		g := newGuest("s1", newTemplate(t, filepath.Join(n.dir, "debian")))
+		n.hibernate(g, 1, 1)
+		n.replicate(g)
+		n.tier.Forget(g.id)
+		eventually(t, "the record goes", func() bool { return len(keys(t, n.store, recordPrefix)) == 0 })
+		n.tier.Close()
+		n.start("aaaa", 0)
+		deleted := 0
+		n.breaks(func(op blobtest.Op, key string) error {
+			if op != blobtest.OpDelete {
+				return nil
+			}
+			if deleted++; deleted > limit {
+				return down(op, key)
+			}
+			return nil
+		})
+		_, err := n.tier.Collect(t.Context(), nil, nil, false)
+		n.breaks(nil)
+		if err != nil && !errors.Is(err, blob.ErrUnavailable) {
+			t.Fatal(err)
+		}
+		n.replicate(g)
+		n.tier.Close()
+		other := newNode(t, "bbbb", n.far, 0)
+		r := newReceiver(filepath.Join(other.dir, "templates"))
+		if err := other.tier.Import(t.Context(), true, r.to()); err != nil || len(r.skipped) > 0 || len(r.sandboxes) != 1 {
+			t.Fatalf("after %d deletions: %v, skipped %v", limit, err, r.skipped)
+		}
+		other.check(g)
+	}
+}
+
 // A node without a catalog knows no roots: the records in the store are enough.
 func TestAnEmptyNodeCollectsNothingThatIsRecorded(t *testing.T) {
 	remote := t.TempDir()
