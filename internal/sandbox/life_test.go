@@ -224,6 +224,7 @@ func TestResumeThatFails(t *testing.T) {
 		"launch":   {"launch", errInjected, sandbox.StateStandby, sandbox.ErrUnavailable},
 		"prepare":  {"prepare", &shim.Error{Code: shim.CodeNoSpace, Message: "x"}, sandbox.StateStandby, sandbox.ErrNoSpace},
 		"guest":    {"resume", &shim.Error{Code: shim.CodeGuest, Message: "no answer"}, sandbox.StateStandby, sandbox.ErrUnavailable},
+		"remote":   {"resume", &shim.Error{Code: shim.CodeUnavailable, Message: "the store does not answer"}, sandbox.StateStandby, sandbox.ErrUnavailable},
 		"corrupt":  {"resume", &shim.Error{Code: shim.CodeCorrupt, Message: "pack p1 is damaged"}, sandbox.StateFailed, sandbox.ErrFailed},
 		"mismatch": {"resume", &shim.Error{Code: shim.CodeMismatch, Message: "kernel differs"}, sandbox.StateFailed, sandbox.ErrFailed},
 	} {

@@ -378,8 +378,8 @@ func (c *Core) retreat(ctx context.Context, e *entry, cause error) error {
 	reason := ""
 	if fatal(cause) {
 		reason = cause.Error()
-	} else if why := c.memoryFailure(ctx, e); why != "" {
-		reason = why
+	} else if shimCode(cause) != shim.CodeUnavailable { // that store may answer the next time
+		reason = c.memoryFailure(ctx, e)
 	}
 	if err := c.release(ctx, e); err != nil {
 		return err // the shim may live: resuming, and unsettled

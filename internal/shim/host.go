@@ -98,9 +98,9 @@ type host struct {
 
 // newHost mounts the pager, gives up the privileges that this took, and opens
 // the store.
-func newHost(cfg Config, driver vmm.Driver, log *slog.Logger, limits limits) (*host, error) {
+func newHost(cfg Config, driver vmm.Driver, log *slog.Logger, limits limits, remote *remote) (*host, error) {
 	h := &host{
-		cfg: cfg, driver: driver, log: log, limits: limits,
+		cfg: cfg, driver: driver, log: log, limits: limits, remote: remote,
 		order: make(chan struct{}, 1), console: &console{}, phase: PhaseIdle,
 		changed: make(chan struct{}), exited: make(chan struct{}), ended: make(chan struct{}), cut: make(chan struct{}),
 	}
@@ -137,7 +137,7 @@ func (h *host) openStore() error {
 	if h.local, err = disk.Open(h.cfg.Store); err != nil {
 		return fmt.Errorf("open the store: %w", err)
 	}
-	if h.cfg.Remote != nil {
+	if h.cfg.Remote != nil && h.remote == nil {
 		if h.remote, err = openRemote(*h.cfg.Remote); err != nil {
 			return fmt.Errorf("open the remote store: %w", err)
 		}

@@ -23,16 +23,16 @@ func openRemote(cfg s3.Config) (*remote, error) {
 	if err != nil {
 		return nil, err
 	}
-	return newRemote(store), nil
+	return newRemote(store, wrap.Policy{}), nil
 }
 
-func newRemote(store blob.Store) *remote {
+func newRemote(store blob.Store, retries wrap.Policy) *remote {
 	r := &remote{}
 	r.Store = wrap.Retry(wrap.Meter(store, func(c wrap.Call) {
 		r.fetched.Add(c.Bytes)
 		if c.Op == wrap.OpOpen && c.Err == nil {
 			r.opened.Add(1)
 		}
-	}), wrap.Policy{})
+	}), retries)
 	return r
 }

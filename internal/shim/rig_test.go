@@ -53,6 +53,7 @@ type rigOptions struct {
 	limits   limits // zero fields are generous
 	lifeline io.Reader
 	driver   *driver
+	remote   *remote
 }
 
 func newRig(t testing.TB, opts rigOptions) *rig {
@@ -76,7 +77,7 @@ func newRig(t testing.TB, opts rigOptions) *rig {
 	ready := make(chan struct{})
 	go func() {
 		r.served <- Serve(ctx, r.cfg, r.driver, ServeOptions{
-			Lifeline: opts.lifeline, Ready: func() { close(ready) }, Log: testLog(t), limits: &limits,
+			Lifeline: opts.lifeline, Ready: func() { close(ready) }, Log: testLog(t), limits: &limits, remote: opts.remote,
 		})
 	}()
 	select {

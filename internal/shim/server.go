@@ -31,6 +31,7 @@ type ServeOptions struct {
 	Log      *slog.Logger // nil: silent
 
 	limits *limits // nil: defaultLimits
+	remote *remote // in place of the one that the Config names; nil: that one
 }
 
 // Serve runs a shim: it takes orders on the socket "sock" in cfg.Dir until it
@@ -47,7 +48,7 @@ func Serve(ctx context.Context, cfg Config, driver vmm.Driver, opts ServeOptions
 	}
 	orders, cancelOrders := context.WithCancel(context.Background())
 	defer cancelOrders()
-	host, err := newHost(cfg, driver, log, limits)
+	host, err := newHost(cfg, driver, log, limits, opts.remote)
 	if err != nil {
 		return fmt.Errorf("shim %s: %w", cfg.VM, err)
 	}

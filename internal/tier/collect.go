@@ -32,7 +32,10 @@ type Collected struct {
 // of a snapshot that a record or a root names cannot be read, nobody knows what is
 // still needed: then nothing is deleted either, and the error says why.
 func (t *Tier) Collect(ctx context.Context, roots, keep []snapshot.ID, dryRun bool) (Collected, error) {
-	c := collection{tier: t, dryRun: dryRun, snapshots: make(map[snapshot.ID]bool), packs: make(map[snapshot.ID]bool), templates: make(map[string]bool)}
+	c := collection{
+		tier: t, dryRun: dryRun, templates: make(map[string]bool),
+		snapshots: make(map[snapshot.ID]bool), packs: make(map[snapshot.ID]bool), named: make(map[snapshot.ID]bool),
+	}
 	err := t.alone(ctx, func() error { return c.run(ctx, roots, keep) })
 	if err != nil {
 		err = fmt.Errorf("collect the remote store: %w", err)
@@ -46,12 +49,13 @@ type collection struct {
 	dryRun    bool
 	snapshots map[snapshot.ID]bool // whose manifest, state and working set are needed
 	packs     map[snapshot.ID]bool // that are needed
+	named     map[snapshot.ID]bool // whose manifest was read
 	templates map[string]bool      // prefixes of keys that are needed
 	done      Collected
 }
 
-// run finds out what is needed, and then deletes the rest: manifests first, so
-// that all that a manifest names is there for as long as it is.
+// run finds out what is needed, and then deletes the rest: manifests before what
+// they name, and lists before their files, so that whoever finds one finds it all.
 func (c *collection) run(ctx context.Context, roots, keep []snapshot.ID) error {
 	if err := c.tier.knowRecords(ctx); err != nil {
 		return err
@@ -76,6 +80,7 @@ func (c *collection) run(ctx context.Context, roots, keep []snapshot.ID) error {
 		{snapshot.KindState.Prefix(), needed(snapshot.KindState, c.snapshots)},
 		{snapshot.KindWorkingSet.Prefix(), needed(snapshot.KindWorkingSet, c.snapshots)},
 		{snapshot.KindPack.Prefix(), needed(snapshot.KindPack, c.packs)},
+		{templatePrefix, func(key string) bool { return !isListKey(key) || c.templateNeeded(key) }},
 		{templatePrefix, c.templateNeeded},
 	} {
 		if err := c.sweep(ctx, part.prefix, part.needed); err != nil {
@@ -87,25 +92,23 @@ func (c *collection) run(ctx context.Context, roots, keep []snapshot.ID) error {
 
 // fromRecords needs what the records in the remote store name.
 func (c *collection) fromRecords(ctx context.Context) error {
-	t := c.tier
-	keys, err := t.loadRecords(ctx)
+	var refs []snapshot.Ref
+	err := c.tier.readRecords(ctx, func(_ string, r record, err error) error {
+		if err != nil {
+			return err
+		}
+		if r.Template.List != "" {
+			c.templates[r.Template.key()+"/"+r.Template.List+"/"] = true
+		}
+		refs = append(append(refs, r.Template.Bases...), r.Snapshot)
+		return nil
+	})
 	if err != nil {
 		return err
 	}
-	for _, ofSandbox := range keys {
-		for key := range ofSandbox {
-			r, err := t.readRecord(ctx, key)
-			if err != nil {
-				return err
-			}
-			if r.Template.List != "" {
-				c.templates[r.Template.key()+"/"+r.Template.List+"/"] = true
-			}
-			for _, ref := range append(r.Template.Bases, r.Snapshot) {
-				if err := c.need(ctx, ref.ID); err != nil {
-					return err
-				}
-			}
+	for _, ref := range refs {
+		if err := c.need(ctx, ref.ID); err != nil {
+			return err
 		}
 	}
 	return nil
@@ -146,6 +149,9 @@ func (c *collection) fromNode(ctx context.Context, roots, keep []snapshot.ID) er
 // need needs a snapshot with all that its manifest names. The manifest is read
 // locally, or from the remote store if it is only there.
 func (c *collection) need(ctx context.Context, id snapshot.ID) error {
+	if c.named[id] {
+		return nil
+	}
 	t := c.tier
 	ref, err := t.local.Find(ctx, id)
 	repo := t.local
@@ -160,13 +166,14 @@ func (c *collection) need(ctx context.Context, id snapshot.ID) error {
 	if err != nil {
 		return err
 	}
-	c.snapshots[id] = true
+	c.named[id], c.snapshots[id] = true, true
 	for _, p := range packs {
 		c.packs[p.ID] = true
 	}
 	return nil
 }
 
+// templateNeeded tells whether an object of a template is needed.
 func (c *collection) templateNeeded(key string) bool {
 	parts := strings.SplitAfterN(key, "/", 5)
 	return len(parts) == 5 && c.templates[strings.Join(parts[:4], "")]

@@ -175,32 +175,30 @@ func (t *Tier) localPacks(ctx context.Context) (packs []localPack, total int64, 
 // is the first to go.
 func (t *Tier) rank(ctx context.Context, packs []localPack) error {
 	used, base := make(map[string]time.Time), make(map[string]bool)
-	bases := make(map[snapshot.Ref]bool)
+	read := make(map[snapshot.Ref][]string)
 	for _, r := range t.replicas() {
-		for _, ref := range r.Template.Bases {
-			bases[ref] = true
-		}
-		named, err := t.local.Packs(ctx, r.Snapshot)
-		if errors.Is(err, snapshot.ErrMissing) {
-			continue // another snapshot took its place just now
-		} else if err != nil {
+		keys, err := t.packsOf(ctx, r.Snapshot, read)
+		if err != nil {
 			return err
 		}
-		for _, p := range named {
-			if r.LastUsed.After(used[p.Key()]) {
-				used[p.Key()] = r.LastUsed
+		for _, key := range keys {
+			if r.LastUsed.After(used[key]) {
+				used[key] = r.LastUsed
+			}
+		}
+		for _, ref := range r.Template.Bases {
+			keys, err := t.packsOf(ctx, ref, read)
+			if err != nil {
+				return err
+			}
+			for _, key := range keys {
+				base[key] = true
 			}
 		}
 	}
-	for ref := range bases {
-		named, err := t.local.Packs(ctx, ref)
-		if err != nil && !errors.Is(err, snapshot.ErrMissing) {
-			return err
-		}
-		for _, p := range named {
-			base[p.Key()] = true
-		}
-	}
+	t.mu.Lock()
+	t.packs = read
+	t.mu.Unlock()
 	for i := range packs {
 		p := &packs[i]
 		if at, ok := used[p.key]; ok {
@@ -218,6 +216,29 @@ func (t *Tier) rank(ctx context.Context, packs []localPack) error {
 		return cmp.Or(a.lastUsed.Compare(b.lastUsed), cmp.Compare(a.key, b.key))
 	})
 	return nil
+}
+
+// packsOf returns the keys of the packs that a snapshot names, none if another
+// took its place just now. What was read before, now or for the last ranking, is
+// not read again: a manifest does not change.
+func (t *Tier) packsOf(ctx context.Context, ref snapshot.Ref, read map[snapshot.Ref][]string) ([]string, error) {
+	if keys, ok := read[ref]; ok {
+		return keys, nil
+	}
+	t.mu.Lock()
+	keys, ok := t.packs[ref]
+	t.mu.Unlock()
+	if !ok {
+		packs, err := t.local.Packs(ctx, ref)
+		if err != nil && !errors.Is(err, snapshot.ErrMissing) {
+			return nil, err
+		}
+		for _, p := range packs {
+			keys = append(keys, p.Key())
+		}
+	}
+	read[ref] = keys
+	return keys, nil
 }
 
 // replicas returns what Replicate was given and is still in force.

@@ -8,6 +8,7 @@ import (
 	"io"
 	"maps"
 	"slices"
+	"strings"
 
 	"github.com/hibernacle/hibernacle/internal/blob"
 	"github.com/hibernacle/hibernacle/internal/failpoint"
@@ -90,34 +91,27 @@ func (i *importing) run(ctx context.Context, takeOver bool) error {
 
 // records returns the newest record of each sandbox, in the order of the sandboxes.
 func (i *importing) records(ctx context.Context) ([]record, error) {
-	keys, err := i.tier.loadRecords(ctx)
+	newest, failed := make(map[string]record), make(map[string]error)
+	err := i.tier.readRecords(ctx, func(sandbox string, r record, err error) error {
+		switch {
+		case errors.Is(err, blob.ErrUnavailable) || ctx.Err() != nil:
+			return err
+		case err != nil:
+			failed[sandbox] = errors.Join(failed[sandbox], err)
+		case r.WrittenAt.After(newest[sandbox].WrittenAt):
+			newest[sandbox] = r
+		}
+		return nil
+	})
 	if err != nil {
 		return nil, err
 	}
-	var out []record
-	for _, sandbox := range slices.Sorted(maps.Keys(keys)) {
-		var newest record
-		var errs []error
-		for key := range keys[sandbox] {
-			r, err := i.tier.readRecord(ctx, key)
-			if errors.Is(err, blob.ErrUnavailable) || ctx.Err() != nil {
-				return nil, err
-			}
-			if err != nil {
-				errs = append(errs, err)
-				continue
-			}
-			if r.WrittenAt.After(newest.WrittenAt) {
-				newest = r
-			}
-		}
-		if newest.Sandbox != "" {
-			out = append(out, newest)
-		} else {
-			i.to.Skipped(sandbox, errors.Join(errs...))
+	for sandbox, err := range failed {
+		if _, ok := newest[sandbox]; !ok {
+			i.to.Skipped(sandbox, err)
 		}
 	}
-	return out, nil
+	return slices.SortedFunc(maps.Values(newest), func(a, b record) int { return strings.Compare(a.Sandbox, b.Sandbox) }), nil
 }
 
 // plan counts what there is to fetch.

@@ -12,7 +12,10 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"sync"
 	"time"
+
+	"golang.org/x/sync/errgroup"
 
 	"github.com/hibernacle/hibernacle/internal/blob"
 	"github.com/hibernacle/hibernacle/internal/failpoint"
@@ -127,6 +130,36 @@ func (t *Tier) readRecord(ctx context.Context, key string) (record, error) {
 		return record{}, err
 	}
 	return parseRecord(key, b)
+}
+
+// maxReading bounds the records that are read at a time.
+const maxReading = 8
+
+// readRecords reads all records of the remote store. take is called for each, or
+// with the error of the one that cannot be read, by one goroutine at a time; an error of it
+// ends the reading.
+func (t *Tier) readRecords(ctx context.Context, take func(sandbox string, r record, err error) error) error {
+	keys, err := t.loadRecords(ctx)
+	if err != nil {
+		return err
+	}
+	g, ctx := errgroup.WithContext(ctx)
+	g.SetLimit(maxReading)
+	var mu sync.Mutex
+	for sandbox, ofSandbox := range keys {
+		for key := range ofSandbox {
+			g.Go(func() error {
+				if err := ctx.Err(); err != nil {
+					return err
+				}
+				r, err := t.readRecord(ctx, key)
+				mu.Lock()
+				defer mu.Unlock()
+				return take(sandbox, r, err)
+			})
+		}
+	}
+	return g.Wait()
 }
 
 // fetch returns the content of an encoded object of the remote store.

@@ -72,15 +72,12 @@ func (t *Tier) replicate(e *entry) {
 	}
 }
 
-// enter changes the entry's status, unless another one has taken its place.
+// enter changes the entry's status.
 func (u *upload) enter(s Status) {
 	u.tier.mu.Lock()
-	current := u.tier.entries[u.replica.Sandbox] == u.entry
 	u.entry.status = s
 	u.tier.mu.Unlock()
-	if current {
-		u.tier.changed(u.replica.Sandbox, s)
-	}
+	u.tier.changed(u.replica.Sandbox)
 }
 
 // recorded tells whether the record is the only one of its sandbox in the

@@ -59,32 +59,44 @@ type node struct {
 // newNode returns a node with that id whose remote store is the folder remote.
 func newNode(t testing.TB, id, remote string, budget int64) *node {
 	t.Helper()
-	n := &node{t: t, dir: t.TempDir(), far: remote}
-	var err error
-	if n.disk, err = disk.Open(filepath.Join(n.dir, "store")); err != nil {
-		t.Fatal(err)
-	}
-	far, err := disk.Open(remote)
+	n, err := openNode(t.TempDir(), remote)
 	if err != nil {
 		t.Fatal(err)
 	}
-	n.store = &blobtest.Faulty{Store: far, Fault: n.ask}
+	n.t = t
 	n.start(id, budget)
 	t.Cleanup(func() { n.tier.Close() })
 	return n
 }
 
+// openNode returns the node in the folder dir, not started.
+func openNode(dir, remote string) (*node, error) {
+	n := &node{dir: dir, far: remote}
+	var err error
+	if n.disk, err = disk.Open(filepath.Join(dir, "store")); err != nil {
+		return nil, err
+	}
+	far, err := disk.Open(remote)
+	n.store = &blobtest.Faulty{Store: far, Fault: n.ask}
+	return n, err
+}
+
 // start makes the tier, as a start of the daemon does.
 func (n *node) start(id string, budget int64) {
 	n.t.Helper()
-	var err error
-	n.tier, err = newTier(n.t.Context(), Config{
-		Local: n.disk, Remote: n.store, Where: "elsewhere", Node: id, Budget: budget,
-	}, quick)
-	if err != nil {
+	if err := n.startTier(id, budget); err != nil {
 		n.t.Fatal(err)
 	}
-	n.repo = snapshot.NewRepository(n.tier.Store())
+}
+
+func (n *node) startTier(id string, budget int64) (err error) {
+	n.tier, err = newTier(context.Background(), Config{
+		Local: n.disk, Remote: n.store, Where: "elsewhere", Node: id, Budget: budget,
+	}, quick)
+	if err == nil {
+		n.repo = snapshot.NewRepository(n.tier.Store())
+	}
+	return err
 }
 
 func (n *node) ask(op blobtest.Op, key string) error {
@@ -122,19 +134,27 @@ var templateFiles = map[string]string{"base.erofs": "the base image, the base im
 // newTemplate returns a template with a folder of its own.
 func newTemplate(t testing.TB, dir string) Template {
 	t.Helper()
-	if err := os.MkdirAll(dir, 0o755); err != nil {
+	tpl, err := makeTemplate(dir)
+	if err != nil {
 		t.Fatal(err)
+	}
+	return tpl
+}
+
+func makeTemplate(dir string) (Template, error) {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return Template{}, err
 	}
 	for name, content := range templateFiles {
 		if err := os.WriteFile(filepath.Join(dir, name), []byte(content), 0o644); err != nil {
-			t.Fatal(err)
+			return Template{}, err
 		}
 	}
-	return Template{Name: "debian", Version: 1, Dir: dir, Record: []byte("template record")}
+	return Template{Name: "debian", Version: 1, Dir: dir, Record: []byte("template record")}, nil
 }
 
 // newGuest returns a guest of the template with that name and content.
-func (n *node) newGuest(id string, tpl Template) *guest {
+func newGuest(id string, tpl Template) *guest {
 	g := &guest{id: id, ram: make([]byte, memoryPages*page.Size)}
 	for i := range g.ram {
 		g.ram[i] = byte(i>>12*7 + i + len(id)*int(id[len(id)-1]))
@@ -166,9 +186,7 @@ func (n *node) capture(g *guest, value byte, pages ...int) error {
 		in.Parent = parent
 	}
 	for _, p := range pages {
-		for i := range page.Size {
-			g.ram[p*page.Size+i] = value + byte(i)
-		}
+		g.write(value, p)
 		if in.Parent != nil { // the first one saves everything
 			in.Dirty = append(in.Dirty, page.Run{First: uint64(p), Count: 1})
 		}
@@ -181,6 +199,13 @@ func (n *node) capture(g *guest, value byte, pages ...int) error {
 	g.rep.Snapshot, g.rep.LastUsed = ref, time.Now()
 	g.rep.Record = []byte("record of " + g.id + " at " + string(ref.ID))
 	return nil
+}
+
+// write fills a page.
+func (g *guest) write(value byte, page4K int) {
+	for i := range page.Size {
+		g.ram[page4K*page.Size+i] = value + byte(i)
+	}
 }
 
 // check resumes the guest on a node and compares its memory.

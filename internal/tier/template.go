@@ -12,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
+	"strings"
 
 	"github.com/hibernacle/hibernacle/internal/atomicfile"
 	"github.com/hibernacle/hibernacle/internal/blob"
@@ -44,6 +45,10 @@ func (t templateRecord) key() string {
 }
 
 func (t templateRecord) listKey() string { return t.key() + "/" + t.List + "/list" }
+
+func isListKey(key string) bool {
+	return strings.HasPrefix(key, templatePrefix) && strings.Count(key, "/") == 4 && strings.HasSuffix(key, "/list")
+}
 
 func (t templateRecord) fileKey(name string) string { return t.key() + "/" + t.List + "/files/" + name }
 

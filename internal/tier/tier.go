@@ -86,7 +86,7 @@ type Config struct {
 	Node     string                         // id of this data folder, of [a-z0-9]
 	Budget   int64                          // bytes that local packs may take up, 0: no limit
 	Log      *slog.Logger                   // nil: silent
-	OnChange func(sandbox string, s Status) // called at each change of a status; it must not block. nil: not wanted
+	OnChange func(sandbox string, s Status) // called at each change of a status; it must not block, nor call Replicate. nil: not wanted
 }
 
 // forgottenPrefix begins the keys of the local objects that note which sandboxes' remote
@@ -112,6 +112,8 @@ type Tier struct {
 	wake      chan struct{} // something to do for the worker
 	promoting chan struct{} // something to do for the one that fetches
 
+	telling sync.Mutex // held while OnChange is called
+
 	mu        sync.Mutex
 	entries   map[string]*entry
 	forgotten map[string]*attempts
@@ -120,7 +122,8 @@ type Tier struct {
 	uploading *upload
 	evictDue  bool
 	promotes  []promotion
-	lists     map[string]fileList // of templates, by folder
+	lists     map[string]fileList       // of templates, by folder
+	packs     map[snapshot.Ref][]string // keys of the packs that snapshots name, as the last ranking read them
 }
 
 // tuning holds what tests do not wait for.
@@ -233,7 +236,7 @@ func (t *Tier) Replicate(r Replica) {
 	if forgotten {
 		t.unmark(r.Sandbox)
 	}
-	t.changed(r.Sandbox, e.status)
+	t.changed(r.Sandbox)
 	t.kick()
 }
 
@@ -294,8 +297,22 @@ func (t *Tier) Status(sandbox string, id snapshot.ID) Status {
 	return s
 }
 
-func (t *Tier) changed(sandbox string, s Status) {
-	if t.cfg.OnChange != nil {
+// changed tells the present status of a sandbox. Of two calls the second tells
+// what is not older.
+func (t *Tier) changed(sandbox string) {
+	if t.cfg.OnChange == nil {
+		return
+	}
+	t.telling.Lock()
+	defer t.telling.Unlock()
+	t.mu.Lock()
+	e, ok := t.entries[sandbox]
+	var s Status
+	if ok {
+		s = e.status
+	}
+	t.mu.Unlock()
+	if ok {
 		t.cfg.OnChange(sandbox, s)
 	}
 }
@@ -311,20 +328,17 @@ type Usage struct {
 	Err     error // why the tier could not be looked at; the figures are then not whole
 }
 
+// usagePatience bounds how long Usage waits for the remote store.
+const usagePatience = 10 * time.Second
+
 // Usage counts what is in the local and in the remote tier, in this order. That
 // the remote store cannot be reached is in its Usage, and no error.
 func (t *Tier) Usage(ctx context.Context) ([]Usage, error) {
 	local, remote := Usage{Tier: "local", Budget: t.cfg.Budget}, Usage{Tier: "remote", Where: t.cfg.Where}
-	for store, u := range map[blob.Store]*Usage{t.cfg.Local: &local, t.cfg.Remote: &remote} {
-		for info, err := range store.List(ctx, "") {
-			if err != nil {
-				u.Err = err
-				break
-			}
-			u.Objects++
-			u.Bytes += info.Size
-		}
-	}
+	local.count(ctx, t.cfg.Local)
+	far, cancel := context.WithTimeout(ctx, usagePatience)
+	defer cancel()
+	remote.count(far, t.cfg.Remote)
 	t.mu.Lock()
 	for _, e := range t.entries {
 		if e.status.State != Replicated {
@@ -339,6 +353,18 @@ func (t *Tier) Usage(ctx context.Context) ([]Usage, error) {
 		return nil, err
 	}
 	return []Usage{local, remote}, local.Err
+}
+
+// count counts the objects in the store.
+func (u *Usage) count(ctx context.Context, store blob.Store) {
+	for info, err := range store.List(ctx, "") {
+		if err != nil {
+			u.Err = err
+			return
+		}
+		u.Objects++
+		u.Bytes += info.Size
+	}
 }
 
 // work does, one after the other, what is due. It sleeps until it is told of

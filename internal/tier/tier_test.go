@@ -20,10 +20,10 @@ func TestAnotherNodeResumesWhatWasReplicated(t *testing.T) {
 	remote := t.TempDir()
 	a := newNode(t, "aaaa", remote, 0)
 	tpl := newTemplate(t, filepath.Join(a.dir, "debian"))
-	base := a.newGuest("base", tpl)
+	base := newGuest("base", tpl)
 	a.hibernate(base, 0)
 	tpl.Bases = []snapshot.Ref{base.rep.Snapshot}
-	guests := []*guest{a.newGuest("s1", tpl), a.newGuest("s2", tpl)}
+	guests := []*guest{newGuest("s1", tpl), newGuest("s2", tpl)}
 	for i, g := range guests {
 		copy(g.ram, base.ram)
 		g.rep.Snapshot = base.rep.Snapshot
@@ -76,7 +76,7 @@ func TestAnotherNodeResumesWhatWasReplicated(t *testing.T) {
 	g.rep.Template.Dir = got.Dir
 	b.replicate(g)
 	a.start("aaaa", 0)
-	old := a.newGuest("s3", tpl)
+	old := newGuest("s3", tpl)
 	a.hibernate(old, 1, 1)
 	a.mu.Lock()
 	a.log = nil
@@ -101,7 +101,7 @@ func TestAnotherNodeResumesWhatWasReplicated(t *testing.T) {
 func TestTheRecordComesLastAndTheOldOneGoes(t *testing.T) {
 	n := newNode(t, "aaaa", t.TempDir(), 0)
 	tpl := newTemplate(t, filepath.Join(n.dir, "debian"))
-	g := n.newGuest("s1", tpl)
+	g := newGuest("s1", tpl)
 	n.hibernate(g, 1, 1)
 	n.replicate(g)
 	first, _ := recordKey(g.rep)
@@ -134,7 +134,7 @@ func TestTheRecordComesLastAndTheOldOneGoes(t *testing.T) {
 func TestNothingIsSentTwiceAfterABrokenUpload(t *testing.T) {
 	n := newNode(t, "aaaa", t.TempDir(), 0)
 	tpl := newTemplate(t, filepath.Join(n.dir, "debian"))
-	g := n.newGuest("s1", tpl)
+	g := newGuest("s1", tpl)
 	n.hibernate(g, 1, 1)
 	sent := make(map[string]int)
 	n.breaks(func(op blobtest.Op, key string) error {
@@ -165,12 +165,12 @@ func TestReplicationCatchesUp(t *testing.T) {
 	var guests []*guest
 	n.breaks(down)
 	for i := range 5 {
-		g := n.newGuest(fmt.Sprint("s", i), tpl)
+		g := newGuest(fmt.Sprint("s", i), tpl)
 		n.hibernate(g, 1, 1)
 		n.tier.Replicate(g.rep)
 		guests = append(guests, g)
 	}
-	gone := n.newGuest("gone", tpl)
+	gone := newGuest("gone", tpl)
 	n.hibernate(gone, 1, 2)
 	n.tier.Replicate(gone.rep)
 	n.tier.Forget(gone.id)
@@ -205,7 +205,7 @@ func TestReplicationCatchesUp(t *testing.T) {
 func TestForgetOutlivesARestart(t *testing.T) {
 	n := newNode(t, "aaaa", t.TempDir(), 0)
 	tpl := newTemplate(t, filepath.Join(n.dir, "debian"))
-	g, other := n.newGuest("s1", tpl), n.newGuest("s2", tpl)
+	g, other := newGuest("s1", tpl), newGuest("s2", tpl)
 	for _, g := range []*guest{g, other} {
 		n.hibernate(g, 1, 1)
 		n.replicate(g)
@@ -229,7 +229,7 @@ func TestANewerSnapshotEndsAnUploadThatIsNotNeeded(t *testing.T) {
 	tpl := newTemplate(t, filepath.Join(n.dir, "debian"))
 	for _, needed := range []bool{true, false} {
 		t.Run(fmt.Sprint("needed=", needed), func(t *testing.T) {
-			g := n.newGuest(fmt.Sprint("s", needed), tpl)
+			g := newGuest(fmt.Sprint("s", needed), tpl)
 			n.hibernate(g, 1, 1)
 			old := g.rep.Snapshot
 			reached, goOn := make(chan struct{}), make(chan struct{})
@@ -273,7 +273,7 @@ func TestANewerSnapshotEndsAnUploadThatIsNotNeeded(t *testing.T) {
 func TestEvictOnlyWhatIsProven(t *testing.T) {
 	n := newNode(t, "aaaa", t.TempDir(), 0)
 	tpl := newTemplate(t, filepath.Join(n.dir, "debian"))
-	g := n.newGuest("s1", tpl)
+	g := newGuest("s1", tpl)
 	n.hibernate(g, 1, 1)
 	if _, _, err := n.tier.Evict(t.Context(), g.rep.Snapshot); !errors.Is(err, ErrNotReplicated) {
 		t.Errorf("before its replication: %v", err)
@@ -324,7 +324,7 @@ func TestEvictOnlyWhatIsProven(t *testing.T) {
 func TestWhatCannotBeReadIsTold(t *testing.T) {
 	n := newNode(t, "aaaa", t.TempDir(), 0)
 	tpl := newTemplate(t, filepath.Join(n.dir, "debian"))
-	g := n.newGuest("s1", tpl)
+	g := newGuest("s1", tpl)
 	n.hibernate(g, 1, 1)
 	n.replicate(g)
 	if _, _, err := n.tier.Evict(t.Context(), g.rep.Snapshot); err != nil {
@@ -381,7 +381,7 @@ func TestWhatCannotBeReadIsTold(t *testing.T) {
 func TestTheBudgetOfTheLocalDisk(t *testing.T) {
 	n := newNode(t, "aaaa", t.TempDir(), 0)
 	tpl := newTemplate(t, filepath.Join(n.dir, "debian"))
-	base := n.newGuest("base", tpl)
+	base := newGuest("base", tpl)
 	n.hibernate(base, 0)
 	size := keys(t, n.disk, "packs/")[snapshot.KindPack.Key(base.rep.Snapshot.ID)]
 	tpl.Bases = []snapshot.Ref{base.rep.Snapshot}
@@ -390,7 +390,7 @@ func TestTheBudgetOfTheLocalDisk(t *testing.T) {
 	var guests []*guest
 	start := time.Now()
 	for i := range 5 {
-		g := n.newGuest(fmt.Sprint("s", i), tpl)
+		g := newGuest(fmt.Sprint("s", i), tpl)
 		n.hibernate(g, byte(i), 1)
 		g.rep.LastUsed = start.Add(time.Duration(i) * time.Second)
 		if i == 0 {
@@ -422,7 +422,7 @@ func TestCollectRemote(t *testing.T) {
 	tpl := newTemplate(t, filepath.Join(n.dir, "debian"))
 	other := newTemplate(t, filepath.Join(n.dir, "other"))
 	other.Name = "other"
-	a, b, c := n.newGuest("s1", tpl), n.newGuest("s2", other), n.newGuest("s3", tpl)
+	a, b, c := newGuest("s1", tpl), newGuest("s2", other), newGuest("s3", tpl)
 	for _, g := range []*guest{a, b, c} {
 		n.hibernate(g, 1, 1)
 		n.replicate(g)
@@ -470,11 +470,49 @@ func TestCollectRemote(t *testing.T) {
 	}
 }
 
+// A collection that breaks off leaves no manifest without what it names, and no
+// list without its files: an upload would believe them.
+func TestCollectBreaksOffAnywhere(t *testing.T) {
+	for limit := range 12 {
+		n := newNode(t, "aaaa", t.TempDir(), 0)
+		g := newGuest("s1", newTemplate(t, filepath.Join(n.dir, "debian")))
+		n.hibernate(g, 1, 1)
+		n.replicate(g)
+		n.tier.Forget(g.id)
+		eventually(t, "the record goes", func() bool { return len(keys(t, n.store, recordPrefix)) == 0 })
+		n.tier.Close()
+		n.start("aaaa", 0)
+		deleted := 0
+		n.breaks(func(op blobtest.Op, key string) error {
+			if op != blobtest.OpDelete {
+				return nil
+			}
+			if deleted++; deleted > limit {
+				return down(op, key)
+			}
+			return nil
+		})
+		_, err := n.tier.Collect(t.Context(), nil, nil, false)
+		n.breaks(nil)
+		if err != nil && !errors.Is(err, blob.ErrUnavailable) {
+			t.Fatal(err)
+		}
+		n.replicate(g)
+		n.tier.Close()
+		other := newNode(t, "bbbb", n.far, 0)
+		r := newReceiver(filepath.Join(other.dir, "templates"))
+		if err := other.tier.Import(t.Context(), true, r.to()); err != nil || len(r.skipped) > 0 || len(r.sandboxes) != 1 {
+			t.Fatalf("after %d deletions: %v, skipped %v", limit, err, r.skipped)
+		}
+		other.check(g)
+	}
+}
+
 // A node without a catalog knows no roots: the records in the store are enough.
 func TestAnEmptyNodeCollectsNothingThatIsRecorded(t *testing.T) {
 	remote := t.TempDir()
 	n := newNode(t, "aaaa", remote, 0)
-	g := n.newGuest("s1", newTemplate(t, filepath.Join(n.dir, "debian")))
+	g := newGuest("s1", newTemplate(t, filepath.Join(n.dir, "debian")))
 	n.hibernate(g, 1, 1)
 	n.replicate(g)
 	before := keys(t, n.store.Store, "")
