@@ -66,7 +66,7 @@ func TestCaptureStoresTheWorkingSetFirst(t *testing.T) {
 		m.fill(n, byte(n%250+1))
 	}
 	in := m.input(nil)
-	in.WorkingSet = []page.Run{{First: 2000, Count: orderGroup - 24}, {First: 2500, Count: 40}, {First: 70, Count: 30}, {First: 10, Count: 5}}
+	in.WorkingSet = setOf(page.Run{First: 2000, Count: orderGroup - 24}, page.Run{First: 2500, Count: 40}, page.Run{First: 70, Count: 30}, page.Run{First: 10, Count: 5})
 	ref, _, err := r.Capture(t.Context(), in)
 	if err != nil {
 		t.Fatal(err)
@@ -137,7 +137,7 @@ func TestCaptureWithWorkingSets(t *testing.T) {
 			}
 			in := m.input(parent)
 			for range rnd.IntN(40) {
-				in.WorkingSet = append(in.WorkingSet, page.Run{First: rnd.Uint64N(2600), Count: rnd.Uint64N(90)})
+				in.WorkingSet = append(in.WorkingSet, Touched{Run: page.Run{First: rnd.Uint64N(2600), Count: rnd.Uint64N(90)}})
 			}
 			ref, _, err := r.Capture(t.Context(), in)
 			if err != nil {
@@ -148,4 +148,12 @@ func TestCaptureWithWorkingSets(t *testing.T) {
 			same(t, parent, m.ram)
 		}
 	}
+}
+
+// setOf returns a working set of pages that were touched at the last resume.
+func setOf(runs ...page.Run) (set WorkingSet) {
+	for _, r := range runs {
+		set = append(set, Touched{Run: r})
+	}
+	return set
 }
