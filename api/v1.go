@@ -289,6 +289,9 @@ type Host struct {
 	Guests         int   `json:"guests"`          // that run
 	FreeBytes      int64 `json:"free_bytes"`      // on the store's file system
 	DiskReserve    int64 `json:"disk_reserve"`    // of these, kept for guests that run to hibernate
+	Parked         int   `json:"parked"`          // machines of sandboxes in standby that are kept
+	ParkedBytes    int64 `json:"parked_bytes"`    // of memory that they take up; it is given back when guests need it, and so is the pool's
+	PoolBytes      int64 `json:"pool_bytes"`      // of memory that machines take up that were started beforehand
 }
 
 // Version is the answer to GET /v1/version.

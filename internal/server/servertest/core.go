@@ -97,6 +97,15 @@ func (c *Core) Break(id, reason string) {
 	}
 }
 
+// Replicate sets how far the replication of a sandbox is.
+func (c *Core) Replicate(id string, r sandbox.Replication) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if s := c.find(id); s != nil {
+		s.Replication = &r
+	}
+}
+
 // Create makes a sandbox that runs.
 func (c *Core) Create(_ context.Context, o sandbox.CreateOptions) (sandbox.Sandbox, error) {
 	if err := c.fail("Create"); err != nil {
@@ -347,7 +356,7 @@ func (c *Core) Import(_ context.Context, takeOver bool, progress func(done, tota
 
 // Host returns made-up figures.
 func (c *Core) Host(context.Context) (sandbox.Host, error) {
-	return sandbox.Host{CPUs: 2, MemoryLimit: 10 << 30, MemoryPromised: 3 << 30, Guests: 2, FreeBytes: 9 << 30, DiskReserve: 1 << 30}, c.fail("Host")
+	return sandbox.Host{CPUs: 2, MemoryLimit: 10 << 30, MemoryPromised: 3 << 30, Guests: 2, FreeBytes: 9 << 30, DiskReserve: 1 << 30, Parked: 1, ParkedBytes: 512 << 20}, c.fail("Host")
 }
 
 // StoreVerify tells progress twice and returns Found.
