@@ -192,9 +192,5 @@ type measured struct {
 }
 
 func (m measured) Footprint(ctx context.Context, ref snapshot.Ref, shared func(snapshot.ID) bool) (snapshot.Footprint, error) {
-	f, err := m.real.Footprint(ctx, ref, shared)
-	if err != nil {
-		return m.Repository.Footprint(ctx, ref, shared) // a template's base snapshot is the world's
-	}
-	return f, nil
+	return m.real.Footprint(ctx, ref, shared)
 }
