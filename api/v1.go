@@ -235,7 +235,7 @@ type StoreSandbox struct {
 	Packs       int    `json:"packs"`           // that its manifest names
 	LiveBytes   int64  `json:"live_bytes"`      // pages of its memory image in packs that no template shares
 	StoredBytes int64  `json:"stored_bytes"`    // size of those packs with their dead pages, state and manifest
-	LocalBytes  int64  `json:"local_bytes"`     // of these, kept on the local disk
+	LocalBytes  int64  `json:"local_bytes"`     // of all its packs, shared ones too, what is on the local disk
 	Replication string `json:"replication"`     // "local", "replicating", "replicated", "" without a remote store
 	Error       string `json:"error,omitempty"` // why it could not be measured
 }

@@ -360,7 +360,7 @@ func TestStoreStatusOfTiersAndSandboxes(t *testing.T) {
 		t.Fatalf("tiers %+v, %v", st.Tiers, err)
 	}
 	want := []sandbox.StoreSandbox{
-		{ID: s.ID, Name: "anna", Packs: 1, LiveBytes: 8192, StoredBytes: 4097, LocalBytes: 4096, Replication: "replicated"},
+		{ID: s.ID, Name: "anna", Packs: 2, LiveBytes: 8192, StoredBytes: 4097, LocalBytes: 4096, Replication: "replicated"},
 		{ID: fresh.ID, Name: "fresh", Replication: "local"},
 	}
 	if fmt.Sprint(st.Sandboxes) != fmt.Sprint(want) {
