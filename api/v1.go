@@ -232,11 +232,12 @@ type TierStatus struct {
 type StoreSandbox struct {
 	ID          string `json:"id"`
 	Name        string `json:"name"`
-	Packs       int    `json:"packs"`        // that its manifest names
-	LiveBytes   int64  `json:"live_bytes"`   // pages of its memory image in packs that no template shares
-	StoredBytes int64  `json:"stored_bytes"` // size of those packs with their dead pages, state and manifest
-	LocalBytes  int64  `json:"local_bytes"`  // of these, kept on the local disk
-	Replication string `json:"replication"`  // "local", "replicating", "replicated", "" without a remote store
+	Packs       int    `json:"packs"`           // that its manifest names
+	LiveBytes   int64  `json:"live_bytes"`      // pages of its memory image in packs that no template shares
+	StoredBytes int64  `json:"stored_bytes"`    // size of those packs with their dead pages, state and manifest
+	LocalBytes  int64  `json:"local_bytes"`     // of all its packs, shared ones too, what is on the local disk
+	Replication string `json:"replication"`     // "local", "replicating", "replicated", "" without a remote store
+	Error       string `json:"error,omitempty"` // why it could not be measured
 }
 
 // CollectRequest is the optional body of a garbage collection.
@@ -256,7 +257,8 @@ type CollectedTier struct {
 	Tier    string `json:"tier"`
 	Objects int    `json:"objects"`
 	Bytes   int64  `json:"bytes"`
-	InUse   int    `json:"in_use"` // left, since somebody has them open
+	InUse   int    `json:"in_use"`          // left, since somebody has them open
+	Error   string `json:"error,omitempty"` // why this tier was not collected; another collection will
 }
 
 // ImportRequest asks to take over the sandboxes that the remote store holds.
@@ -276,6 +278,20 @@ type Verify struct {
 	Objects int      `json:"objects"`
 	Bytes   int64    `json:"bytes"`
 	Faults  []string `json:"faults"` // one line each, naming the object
+}
+
+// Host says what the host has for guests and what of it is promised. A create
+// or a resume that it cannot carry is refused.
+type Host struct {
+	CPUs           int   `json:"cpus"`
+	MemoryLimit    int64 `json:"memory_limit"`    // bytes that may be promised, 0: any
+	MemoryPromised int64 `json:"memory_promised"` // to the guests that run: their RAM and what a VMM takes up beside it
+	Guests         int   `json:"guests"`          // that run
+	FreeBytes      int64 `json:"free_bytes"`      // on the store's file system
+	DiskReserve    int64 `json:"disk_reserve"`    // of these, kept for guests that run to hibernate
+	Parked         int   `json:"parked"`          // machines of sandboxes in standby that are kept
+	ParkedBytes    int64 `json:"parked_bytes"`    // of memory that they take up; it is given back when guests need it, and so is the pool's
+	PoolBytes      int64 `json:"pool_bytes"`      // of memory that machines take up that were started beforehand
 }
 
 // Version is the answer to GET /v1/version.

@@ -20,6 +20,12 @@ func (c *Client) Version(ctx context.Context) (v api.Version, err error) {
 	return v, err
 }
 
+// Host returns what the host has for guests and what of it is promised.
+func (c *Client) Host(ctx context.Context) (h api.Host, err error) {
+	err = c.call(ctx, http.MethodGet, c.endpoint("host"), nil, &h)
+	return h, err
+}
+
 // Create makes a sandbox and returns it once it runs.
 func (c *Client) Create(ctx context.Context, r api.CreateRequest) (s api.Sandbox, err error) {
 	err = c.call(ctx, http.MethodPost, c.endpoint("sandboxes"), r, &s)

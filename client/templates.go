@@ -37,22 +37,3 @@ func (c *Client) BuildTemplate(ctx context.Context, r api.BuildRequest, progress
 func (c *Client) DeleteTemplate(ctx context.Context, name string) error {
 	return c.call(ctx, http.MethodDelete, c.endpoint("templates", name), nil, nil)
 }
-
-// StoreStatus returns what the store holds.
-func (c *Client) StoreStatus(ctx context.Context) (s api.StoreStatus, err error) {
-	err = c.call(ctx, http.MethodGet, c.endpoint("store", "status"), nil, &s)
-	return s, err
-}
-
-// VerifyStore reads every object of the store and compares it with its hash.
-// progress, which may be nil, hears of bytes done and in total.
-func (c *Client) VerifyStore(ctx context.Context, progress func(api.Progress)) (api.Verify, error) {
-	last, err := c.lines(ctx, c.endpoint("store", "verify"), struct{}{}, progress)
-	switch {
-	case err != nil:
-		return api.Verify{}, err
-	case last.Verify == nil:
-		return api.Verify{}, errors.New("the daemon's answer has no result")
-	}
-	return *last.Verify, nil
-}

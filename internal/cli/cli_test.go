@@ -75,6 +75,9 @@ func TestScripts(t *testing.T) {
 			"damage": func(ts *testscript.TestScript, _ bool, args []string) {
 				ts.Value("core").(*servertest.Core).Found.Faults = args
 			},
+			"replicate": func(ts *testscript.TestScript, _ bool, args []string) {
+				ts.Value("core").(*servertest.Core).Replicate(args[0], sandbox.Replication{State: "local", Error: args[1]})
+			},
 			"exits": exits,
 		},
 	})

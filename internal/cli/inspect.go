@@ -43,6 +43,13 @@ func runInspect(ctx context.Context, a *app, id string) error {
 	if s := sb.Snapshot; s != nil {
 		rows = append(rows, []string{"Snapshot", fmt.Sprintf("%s, %s ago, %s stored of %s changed", s.ID, age(s.CreatedAt), size(s.StoredBytes), size(s.DirtyBytes))})
 	}
+	if r := sb.Replication; r != nil {
+		line := r.State
+		if r.Error != "" {
+			line += ": " + printable(r.Error)
+		}
+		rows = append(rows, []string{"Replication", line})
+	}
 	if r := sb.LastHibernate; r != nil {
 		rows = append(rows, []string{"Last hibernate", hibernateLine(r)})
 	}

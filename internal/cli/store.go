@@ -6,6 +6,8 @@ import (
 	"strconv"
 
 	"github.com/spf13/cobra"
+
+	"github.com/hibernacle/hibernacle/api"
 )
 
 func newStoreCommand(a *app) *cobra.Command {
@@ -28,6 +30,7 @@ func newStoreCommand(a *app) *cobra.Command {
 			Args:  noArgs,
 			RunE:  func(cmd *cobra.Command, _ []string) error { return runStoreVerify(cmd.Context(), a) },
 		},
+		newStoreGCCommand(a), newStoreImportCommand(a), newStoreEvictCommand(a),
 	)
 	return cmd
 }
@@ -45,14 +48,47 @@ func runStoreStatus(ctx context.Context, a *app) error {
 		return a.printJSON(s)
 	}
 	row := func(what string, n int, bytes int64) []string { return []string{what, strconv.Itoa(n), size(bytes)} }
-	return table(a.Out, [][]string{
+	objects := [][]string{
 		{"OBJECTS", "COUNT", "SIZE"},
 		row("packs", s.Packs, s.PackBytes),
 		row("manifests", s.Manifests, s.ManifestBytes),
 		row("states", s.States, s.StateBytes),
 		row("base images", s.BaseImages, s.BaseBytes),
 		{"free", "", size(s.FreeBytes)},
-	})
+	}
+	for i, t := range [][][]string{objects, tierRows(s.Tiers), storeSandboxRows(s.Sandboxes)} {
+		if i > 0 {
+			fmt.Fprintln(a.Out)
+		}
+		if err := table(a.Out, t); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func tierRows(tiers []api.TierStatus) [][]string {
+	rows := [][]string{{"TIER", "WHERE", "OBJECTS", "SIZE", "BUDGET", "PENDING", "ERROR"}}
+	for _, t := range tiers {
+		budget := "-"
+		if t.Budget > 0 {
+			budget = size(t.Budget)
+		}
+		rows = append(rows, []string{t.Tier, or(t.Where), strconv.Itoa(t.Objects), size(t.Bytes), budget, strconv.Itoa(t.Pending), or(printable(t.Error))})
+	}
+	return rows
+}
+
+func storeSandboxRows(sandboxes []api.StoreSandbox) [][]string {
+	rows := [][]string{{"SANDBOX", "NAME", "PACKS", "LIVE", "STORED", "LOCAL", "REPLICATION"}}
+	for _, s := range sandboxes {
+		row := []string{s.ID, or(s.Name), strconv.Itoa(s.Packs), size(s.LiveBytes), size(s.StoredBytes), size(s.LocalBytes), or(s.Replication)}
+		if s.Error != "" {
+			row = append(row, printable(s.Error))
+		}
+		rows = append(rows, row)
+	}
+	return rows
 }
 
 // runStoreVerify fails if a fault was found.

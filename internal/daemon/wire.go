@@ -96,6 +96,7 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 		Keys:         driver,
 		Builder:      &sandbox.TemplateBuilder{},
 		TemplatesDir: f.Templates,
+		StoreDir:     f.Store,
 		Build:        template.Options{CacheDir: f.Cache, GuestBinary: filepath.Join(filepath.Dir(c.Program), guestProgram)},
 		Console:      func(name string) string { return filepath.Join(f.Logs, name+".log") },
 		FreeBytes:    func() (int64, error) { return freeBytes(f.Store) },

@@ -160,6 +160,9 @@ type Host struct {
 	Guests         int   // that run
 	FreeBytes      int64 // on the store's file system, 0 if it is not watched
 	DiskReserve    int64 // of these, kept for guests that run to hibernate
+	Parked         int   // machines of sandboxes in standby that are kept
+	ParkedBytes    int64 // of memory that they take up; it is given back when guests need it, and so is the pool's
+	PoolBytes      int64 // of memory that machines take up that were started beforehand
 }
 
 // Host returns what the host has for guests.
@@ -169,6 +172,8 @@ func (c *Core) Host(context.Context) (Host, error) {
 	guests := len(c.admission.claims)
 	c.admission.mu.Unlock()
 	h := Host{CPUs: runtime.NumCPU(), MemoryLimit: c.cfg.GuestMemory, MemoryPromised: memory, Guests: guests, DiskReserve: c.diskReserve(ram)}
+	parked, bytes := c.parkedMachines()
+	h.Parked, h.ParkedBytes, h.PoolBytes = len(parked), bytes, c.pool.bytes()
 	if c.cfg.FreeBytes != nil {
 		var err error
 		if h.FreeBytes, err = c.cfg.FreeBytes(); err != nil {

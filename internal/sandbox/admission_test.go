@@ -163,15 +163,6 @@ func TestPromisesFollowTheMachines(t *testing.T) {
 	wait(t, "no memory is promised", func() bool { return h.guests() == 0 })
 }
 
-func (h *host) list() []sandbox.Sandbox {
-	h.t.Helper()
-	list, err := h.core.List(h.t.Context())
-	if err != nil {
-		h.t.Fatal(err)
-	}
-	return list
-}
-
 // disturb gives random orders to random sandboxes; each may fail.
 func (h *host) disturb(r *rand.Rand) {
 	for range 15 {

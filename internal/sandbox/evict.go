@@ -28,11 +28,6 @@ func (c *Core) Evict(ctx context.Context, id string, o EvictOptions) (Evicted, e
 	if err != nil {
 		return Evicted{}, err
 	}
-	if o.Parked {
-		if err := c.evictParked(ctx, e); err != nil {
-			return Evicted{}, err
-		}
-	}
 	if o.Local && c.cfg.Tier == nil {
 		return Evicted{}, noRemote("the local copies are the only ones")
 	}
@@ -49,6 +44,11 @@ func (c *Core) Evict(ctx context.Context, id string, o EvictOptions) (Evicted, e
 
 // evict does what Evict is asked for; the caller has the turn.
 func (c *Core) evict(ctx context.Context, e *entry, o EvictOptions) (out Evicted, err error) {
+	if o.Parked && e.isParked() { // first, since it has the packs open
+		if err := c.release(ctx, e); err != nil {
+			return out, err
+		}
+	}
 	ref := *e.rec.Snapshot
 	if o.Local {
 		out.Packs, out.Bytes, err = c.cfg.Tier.Evict(ctx, ref)

@@ -21,11 +21,12 @@ const patience = time.Minute
 
 // host is a world with a running core and the template "base".
 type host struct {
-	t    testing.TB
-	w    *sandboxtest.World
-	d    *sandboxtest.Daemon
-	core *sandbox.Core
-	hook *hook
+	t      testing.TB
+	w      *sandboxtest.World
+	remote *sandboxtest.Remote // that its daemons replicate to, may be nil
+	d      *sandboxtest.Daemon
+	core   *sandbox.Core
+	hook   *hook
 
 	options []func(*sandbox.Config) // of every daemon
 }
@@ -74,11 +75,16 @@ func (h *hook) call(ctx context.Context, s sandboxtest.Step) error {
 
 func newHost(t testing.TB, options ...func(*sandbox.Config)) *host {
 	t.Helper()
-	h := &host{t: t, w: sandboxtest.NewWorld(t), options: options}
+	h := newEmptyHost(t, nil, options...)
+	h.build()
+	return h
+}
+
+// newEmptyHost returns a host without a template.
+func newEmptyHost(t testing.TB, remote *sandboxtest.Remote, options ...func(*sandbox.Config)) *host {
+	t.Helper()
+	h := &host{t: t, w: sandboxtest.NewWorld(t), remote: remote, options: options}
 	h.boot(options...)
-	if _, err := h.core.BuildTemplate(t.Context(), sandbox.BuildOptions{}, nil); err != nil {
-		t.Fatal(err)
-	}
 	t.Cleanup(func() {
 		h.core.Close()
 		h.d.Kill()
@@ -90,12 +96,23 @@ func newHost(t testing.TB, options ...func(*sandbox.Config)) *host {
 	return h
 }
 
+// build builds the template "base".
+func (h *host) build() {
+	h.t.Helper()
+	if _, err := h.core.BuildTemplate(h.t.Context(), sandbox.BuildOptions{}, nil); err != nil {
+		h.t.Fatal(err)
+	}
+}
+
 // boot starts a daemon.
 func (h *host) boot(options ...func(*sandbox.Config)) {
 	h.t.Helper()
 	h.d, h.hook = h.w.Daemon(), new(hook)
 	h.d.Hook = h.hook.call
 	cfg := h.d.Config()
+	if h.remote != nil {
+		cfg.Tier = h.d.Tier(h.remote)
+	}
 	for _, o := range options {
 		o(&cfg)
 	}
@@ -167,6 +184,15 @@ func (h *host) get(id string) sandbox.Sandbox {
 		h.t.Fatal(err)
 	}
 	return s
+}
+
+func (h *host) list() []sandbox.Sandbox {
+	h.t.Helper()
+	list, err := h.core.List(h.t.Context())
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	return list
 }
 
 // wait waits until cond holds.

@@ -122,9 +122,13 @@ type repository struct {
 }
 
 func (r repository) DropCache(ctx context.Context, ref snapshot.Ref) error {
-	keys, err := r.Keys(ctx, ref)
+	packs, err := r.Packs(ctx, ref)
 	if err != nil {
 		return err
+	}
+	keys := []string{snapshot.KindManifest.Key(ref.ID), snapshot.KindState.Key(ref.ID), snapshot.KindWorkingSet.Key(ref.ID)}
+	for _, p := range packs {
+		keys = append(keys, p.Key())
 	}
 	for _, key := range keys {
 		// What is not local is not cached either.

@@ -50,7 +50,7 @@ type StoreSandbox struct {
 	Packs       int    // that its manifest names
 	LiveBytes   int64  // pages of its memory image in packs that no template shares
 	StoredBytes int64  // those packs with their dead pages, state and manifest
-	LocalBytes  int64  // of these, on the local disk
+	LocalBytes  int64  // of all its packs, shared ones too, what is on the local disk
 	Replication string // state of a Replication, "" without a remote store
 	Error       string // why it could not be measured, "" if it was
 }
@@ -142,11 +142,11 @@ func (c *Core) sharedPacks(ctx context.Context) (map[snapshot.ID]struct{}, error
 	shared := map[snapshot.ID]struct{}{}
 	for _, v := range c.versions() {
 		for _, b := range v.finished().Bases {
-			f, err := c.cfg.Snapshots.Footprint(ctx, *b.Snapshot, func(snapshot.ID) bool { return true })
+			packs, err := c.cfg.Snapshots.Packs(ctx, *b.Snapshot)
 			if err != nil {
 				return nil, fmt.Errorf("template %s version %d: %w", v.name, v.Number, err)
 			}
-			for _, p := range f.Packs {
+			for _, p := range packs {
 				shared[p.ID] = struct{}{}
 			}
 		}
@@ -170,15 +170,24 @@ func (c *Core) measureOne(ctx context.Context, e *entry, shared map[snapshot.ID]
 	}
 	f, err := c.cfg.Snapshots.Footprint(ctx, *ref, func(id snapshot.ID) bool { return has(shared, id) })
 	if err == nil {
-		s.Packs, s.LiveBytes, s.StoredBytes, s.LocalBytes = len(f.Packs), f.LiveBytes, f.StoredBytes(), f.StoredBytes()
-		if c.cfg.Tier != nil {
-			s.LocalBytes, err = c.cfg.Tier.Local(ctx, *ref)
-		}
+		s.Packs, s.LiveBytes, s.StoredBytes = len(f.Packs), f.LiveBytes, f.StoredBytes()
+		s.LocalBytes, err = c.localBytes(ctx, *ref, f)
 	}
 	if err != nil && !c.superseded(e, *ref, err) {
 		s.Error = err.Error()
 	}
 	return s
+}
+
+// localBytes returns how much of a snapshot's packs is on the local disk.
+func (c *Core) localBytes(ctx context.Context, ref snapshot.Ref, f snapshot.Footprint) (n int64, err error) {
+	if c.cfg.Tier != nil {
+		return c.cfg.Tier.Local(ctx, ref)
+	}
+	for _, p := range f.Packs {
+		n += p.Bytes
+	}
+	return n, nil
 }
 
 // superseded reports whether err is that a snapshot is missing that the

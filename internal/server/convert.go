@@ -86,19 +86,42 @@ func toProgress(p sandbox.Progress) api.Progress {
 }
 
 func toStoreStatus(s sandbox.StoreStatus) api.StoreStatus {
-	return api.StoreStatus{
+	out := api.StoreStatus{
 		Packs: s.Packs, PackBytes: s.PackBytes, Manifests: s.Manifests, ManifestBytes: s.ManifestBytes,
 		States: s.States, StateBytes: s.StateBytes, BaseImages: s.BaseImages, BaseBytes: s.BaseBytes, FreeBytes: s.FreeBytes,
-		Tiers: []api.TierStatus{}, Sandboxes: []api.StoreSandbox{},
+		Tiers: make([]api.TierStatus, 0, len(s.Tiers)), Sandboxes: make([]api.StoreSandbox, 0, len(s.Sandboxes)),
 	}
+	for _, t := range s.Tiers {
+		out.Tiers = append(out.Tiers, api.TierStatus(t))
+	}
+	for _, sb := range s.Sandboxes {
+		out.Sandboxes = append(out.Sandboxes, api.StoreSandbox(sb))
+	}
+	return out
+}
+
+func toCollected(c sandbox.Collected) api.Collected {
+	out := api.Collected{DryRun: c.DryRun, Objects: c.Objects, Tiers: make([]api.CollectedTier, 0, len(c.Tiers))}
+	for _, t := range c.Tiers {
+		out.Tiers = append(out.Tiers, api.CollectedTier(t))
+	}
+	return out
+}
+
+func toImported(i sandbox.Imported) api.Imported {
+	return api.Imported{Sandboxes: orNone(i.Sandboxes), Templates: orNone(i.Templates), Skipped: orNone(i.Skipped)}
 }
 
 func toVerify(v sandbox.Verify) api.Verify {
-	out := api.Verify{Objects: v.Objects, Bytes: v.Bytes, Faults: v.Faults}
-	if out.Faults == nil {
-		out.Faults = []string{}
+	return api.Verify{Objects: v.Objects, Bytes: v.Bytes, Faults: orNone(v.Faults)}
+}
+
+// orNone returns list, or one without elements instead of null.
+func orNone(list []string) []string {
+	if list == nil {
+		return []string{}
 	}
-	return out
+	return list
 }
 
 // orEmpty returns m, or an empty map instead of none.

@@ -115,6 +115,7 @@ func TestAnswersAreAsDescribed(t *testing.T) {
 		{"GET", "/v1/sandboxes", "", "", 200},
 		{"GET", "/v1/sandboxes/{id}", "", "", 200},
 		{"POST", "/v1/sandboxes/{id}/hibernate", "", "", 200},
+		{"POST", "/v1/sandboxes/{id}/evict", "", `{"local":true}`, 200},
 		{"GET", "/v1/sandboxes/{id}", "", "", 200},
 		{"POST", "/v1/sandboxes/{id}/resume", "", "", 200},
 		{"GET", "/v1/sandboxes/{id}/logs", "", "", 200},
@@ -132,6 +133,13 @@ func TestAnswersAreAsDescribed(t *testing.T) {
 		{"GET", "/v1/templates/{name}", "", "", 404},
 		{"GET", "/v1/store/status", "", "", 200},
 		{"POST", "/v1/store/verify", "", "", 200},
+		{"POST", "/v1/store/collect", "", "", 200},
+		{"POST", "/v1/store/collect", "", `{"dry_run":true}`, 200},
+		{"POST", "/v1/store/collect", "", `{"dry":true}`, 400},
+		{"POST", "/v1/store/import", "", "", 200},
+		{"POST", "/v1/store/import", "", `{"take_over":true}`, 200},
+		{"POST", "/v1/store/import", "", `{"take_over":1}`, 400},
+		{"GET", "/v1/host", "", "", 200},
 	} {
 		t.Run(fmt.Sprintf("%s %s %d", c.method, c.path, c.status), func(t *testing.T) {
 			path := strings.NewReplacer("{id}", id, "{port}", "80", "{name}", "py").Replace(c.path)
@@ -166,6 +174,9 @@ func TestRequestsAreAsDescribed(t *testing.T) {
 	for name, v := range map[string]any{
 		"CreateRequest": api.CreateRequest{}, "Egress": api.Egress{}, "ExecRequest": api.ExecRequest{}, "BuildRequest": api.BuildRequest{},
 		"Sandbox": api.Sandbox{}, "Template": api.Template{}, "Progress": api.Progress{}, "Version": api.Version{}, "Error": api.Error{},
+		"StoreStatus": api.StoreStatus{}, "TierStatus": api.TierStatus{}, "StoreSandbox": api.StoreSandbox{}, "CollectRequest": api.CollectRequest{},
+		"Collected": api.Collected{}, "CollectedTier": api.CollectedTier{}, "ImportRequest": api.ImportRequest{}, "Imported": api.Imported{},
+		"EvictRequest": api.EvictRequest{}, "Evicted": api.Evicted{}, "Host": api.Host{},
 	} {
 		described := map[string]bool{}
 		for field := range doc.Components.Schemas[name].Value.Properties {

@@ -19,6 +19,7 @@ func (s *Server) routes() []route {
 	return []route{
 		{"GET", healthPath, s.getHealth},
 		{"GET", "/v1/version", s.getVersion},
+		{"GET", "/v1/host", s.getHost},
 		{"GET", "/v1/openapi.json", s.getOpenAPI},
 
 		{"POST", "/v1/sandboxes", s.createSandbox},
@@ -43,6 +44,8 @@ func (s *Server) routes() []route {
 
 		{"GET", "/v1/store/status", s.getStoreStatus},
 		{"POST", "/v1/store/verify", s.verifyStore},
+		{"POST", "/v1/store/collect", s.collectStore},
+		{"POST", "/v1/store/import", s.importStore},
 	}
 }
 

@@ -46,6 +46,9 @@ type Core interface {
 	RemoveTemplate(ctx context.Context, name string) error
 
 	StoreStatus(ctx context.Context) (sandbox.StoreStatus, error)
+	Collect(ctx context.Context, o sandbox.CollectOptions) (sandbox.Collected, error)
+	Import(ctx context.Context, takeOver bool, progress func(done, total int64)) (sandbox.Imported, error)
+	Host(ctx context.Context) (sandbox.Host, error)
 	StoreVerify(ctx context.Context, progress func(done, total int64)) (sandbox.Verify, error)
 }
 

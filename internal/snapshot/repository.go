@@ -62,24 +62,6 @@ func (r *Repository) Find(ctx context.Context, id ID) (Ref, error) {
 	return Ref{ID: m.metadata.ID, Manifest: hash}, nil
 }
 
-// Keys returns the keys of the objects that the snapshot ref names consists of:
-// manifest, state file, working set (which need not be there) and packs, those of
-// older snapshots among them. It reads the manifest. Errors are as those of Find.
-func (r *Repository) Keys(ctx context.Context, ref Ref) ([]string, error) {
-	m, hash, err := r.load(ctx, ref.ID)
-	if err == nil && hash != ref.Manifest {
-		err = corrupt(manifestKey(ref.ID), "its hash is %s, recorded is %q", hash, ref.Manifest)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("objects of snapshot %s: %w", ref.ID, err)
-	}
-	keys := []string{manifestKey(ref.ID), stateKey(ref.ID), worksetKey(ref.ID)}
-	for _, p := range m.packs {
-		keys = append(keys, packKey(p.id))
-	}
-	return keys, nil
-}
-
 // load reads the manifest of snapshot id and returns it with its hash.
 func (r *Repository) load(ctx context.Context, id ID) (*manifest, string, error) {
 	if _, err := ParseID(string(id)); err != nil {

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -184,5 +185,69 @@ func TestFullDisk(t *testing.T) {
 		return err
 	}); err != nil {
 		t.Errorf("Put of a small object: %v", err)
+	}
+}
+
+// resident counts the pages of an object's file that are in memory.
+func resident(t *testing.T, s *Store, key string) int {
+	t.Helper()
+	f, err := os.Open(s.path(key))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		t.Fatal(err)
+	}
+	mapped, err := unix.Mmap(int(f.Fd()), 0, int(info.Size()), unix.PROT_READ, unix.MAP_SHARED)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Munmap(mapped)
+	pages := make([]byte, (len(mapped)+4095)/4096)
+	if _, _, errno := unix.Syscall(unix.SYS_MINCORE, uintptr(unsafe.Pointer(&mapped[0])), uintptr(len(mapped)), uintptr(unsafe.Pointer(&pages[0]))); errno != 0 {
+		t.Fatal(errno)
+	}
+	n := 0
+	for _, p := range pages {
+		n += int(p & 1)
+	}
+	return n
+}
+
+func TestDropCache(t *testing.T) {
+	s := openStore(t)
+	want := strings.Repeat("0123456789abcdef", 1<<16)
+	if _, err := s.Put(t.Context(), "a/b", func(w io.Writer) error { _, err := io.WriteString(w, want); return err }); err != nil {
+		t.Fatal(err)
+	}
+	var fs unix.Statfs_t
+	if err := unix.Statfs(s.dir, &fs); err != nil {
+		t.Fatal(err)
+	}
+	if n := resident(t, s, "a/b"); n == 0 {
+		t.Error("nothing is cached after a Put: the test shows nothing")
+	}
+	if err := s.DropCache(t.Context(), "a/b"); err != nil {
+		t.Fatal(err)
+	}
+	if n := resident(t, s, "a/b"); n != 0 && fs.Type != unix.TMPFS_MAGIC {
+		t.Errorf("%d pages are cached", n)
+	}
+	o, err := s.Open(t.Context(), "a/b")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer o.Close()
+	got := make([]byte, len(want))
+	if _, err := o.ReadAt(got, 0); err != nil || string(got) != want {
+		t.Errorf("it reads otherwise (%v)", err)
+	}
+	if err := s.DropCache(t.Context(), "a/c"); !errors.Is(err, blob.ErrNotExist) {
+		t.Errorf("of what is not there: %v", err)
+	}
+	if err := s.DropCache(t.Context(), "../a"); !errors.Is(err, blob.ErrInvalidKey) {
+		t.Errorf("of a path: %v", err)
 	}
 }

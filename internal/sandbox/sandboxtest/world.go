@@ -51,6 +51,7 @@ type World struct {
 	Dir     string // of templates and console logs
 	Catalog catalogtest.Memory
 	Truth   sandbox.Catalog // what the core writes to; nil: Catalog
+	Base    string          // of base images that are built: the same, the same image
 	Remote  bool            // resumes say that they read from the remote store
 
 	mu          sync.Mutex
@@ -387,7 +388,7 @@ func (b builder) Build(ctx context.Context, o template.Options, progress func(te
 		if err := os.MkdirAll(o.Out, 0o755); err != nil {
 			return err
 		}
-		value, err := json.Marshal(template.Artifacts{BaseDigest: "sha256:base", KernelDigest: "sha256:kernel", BaseBytes: 2 << 20, KernelRelease: "6.1.0-fake"})
+		value, err := json.Marshal(template.Artifacts{BaseDigest: "sha256:base" + b.d.w.Base, KernelDigest: "sha256:kernel", BaseBytes: 2 << 20, KernelRelease: "6.1.0-fake"})
 		if err != nil {
 			return err
 		}

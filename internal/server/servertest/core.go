@@ -97,6 +97,15 @@ func (c *Core) Break(id, reason string) {
 	}
 }
 
+// Replicate sets how far the replication of a sandbox is.
+func (c *Core) Replicate(id string, r sandbox.Replication) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if s := c.find(id); s != nil {
+		s.Replication = &r
+	}
+}
+
 // Create makes a sandbox that runs.
 func (c *Core) Create(_ context.Context, o sandbox.CreateOptions) (sandbox.Sandbox, error) {
 	if err := c.fail("Create"); err != nil {
@@ -308,7 +317,46 @@ func (c *Core) RemoveTemplate(_ context.Context, name string) error {
 
 // StoreStatus returns made-up figures.
 func (c *Core) StoreStatus(context.Context) (sandbox.StoreStatus, error) {
-	return sandbox.StoreStatus{Packs: 2, PackBytes: 3 << 20, Manifests: 2, ManifestBytes: 4000, States: 2, StateBytes: 160000, BaseImages: 1, BaseBytes: 300 << 20, FreeBytes: 9 << 30}, c.fail("StoreStatus")
+	st := sandbox.StoreStatus{Packs: 2, PackBytes: 3 << 20, Manifests: 2, ManifestBytes: 4000, States: 2, StateBytes: 160000, BaseImages: 1, BaseBytes: 300 << 20, FreeBytes: 9 << 30,
+		Tiers: []sandbox.TierStatus{
+			{Tier: "local", Where: "/data/store", Objects: 6, Bytes: 4 << 20, Budget: 1 << 30},
+			{Tier: "remote", Where: "s3://bucket/prefix", Objects: 5, Bytes: 1 << 20, Pending: 1, Error: "connection refused"},
+		}}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, s := range c.sandboxes {
+		st.Sandboxes = append(st.Sandboxes, sandbox.StoreSandbox{ID: s.ID, Name: s.Name, Packs: 3, LiveBytes: 2 << 20, StoredBytes: 3 << 20, LocalBytes: 1 << 20, Replication: "replicated"})
+	}
+	return st, c.fail("StoreStatus")
+}
+
+// Collect says that it deleted one object from each tier, or would.
+func (c *Core) Collect(_ context.Context, o sandbox.CollectOptions) (sandbox.Collected, error) {
+	out := sandbox.Collected{DryRun: o.DryRun, Tiers: []sandbox.CollectedTier{
+		{Tier: "local", Objects: 1, Bytes: 4096, InUse: 1}, {Tier: "remote", Error: "connection refused"}}}
+	if o.DryRun {
+		out.Objects = []string{"packs/one"}
+	}
+	return out, c.fail("Collect")
+}
+
+// Import tells progress once and says that it brought one sandbox, and skipped
+// another one unless the store was taken over.
+func (c *Core) Import(_ context.Context, takeOver bool, progress func(done, total int64)) (sandbox.Imported, error) {
+	if err := c.fail("Import"); err != nil {
+		return sandbox.Imported{}, err
+	}
+	progress(50, 100)
+	out := sandbox.Imported{Sandboxes: []string{"imported1"}, Templates: []string{"base"}}
+	if !takeOver {
+		out.Skipped = []string{"sandbox imported2: it is here already"}
+	}
+	return out, nil
+}
+
+// Host returns made-up figures.
+func (c *Core) Host(context.Context) (sandbox.Host, error) {
+	return sandbox.Host{CPUs: 2, MemoryLimit: 10 << 30, MemoryPromised: 3 << 30, Guests: 2, FreeBytes: 9 << 30, DiskReserve: 1 << 30, Parked: 1, ParkedBytes: 512 << 20}, c.fail("Host")
 }
 
 // StoreVerify tells progress twice and returns Found.
