@@ -85,10 +85,10 @@ func TestCaptureStoresTheWorkingSetFirst(t *testing.T) {
 		t.Errorf("the runs are %v, want %v", s.manifest.runs, want)
 	}
 	got := newFetched(t, len(m.ram))
-	if err := s.Fetch(t.Context(), in.WorkingSet, got.yield); err != nil {
+	if err := s.Fetch(t.Context(), in.WorkingSet.Members(), got.yield); err != nil {
 		t.Fatal(err)
 	}
-	got.check(in.WorkingSet, m.ram)
+	got.check(in.WorkingSet.Members(), m.ram)
 	noFaults(t, r)
 }
 
