@@ -68,7 +68,8 @@ func (d *daemon) start(ctx context.Context) error {
 		return err
 	}
 	defer log.Close()
-	d.cmd = exec.Command(filepath.Join(d.bin, "hib"), "serve", "--data", d.data, "--cache", d.cache, "--listen", "127.0.0.1:0")
+	d.cmd = exec.Command(filepath.Join(d.bin, "hib"), "serve", "--data", d.data, "--cache", d.cache, "--listen", "127.0.0.1:0",
+		"--pool", "0", "--parked-memory", "0") // standby is shown as it is without any cache of machines
 	d.cmd.Stdout, d.cmd.Stderr = log, log
 	if err := d.cmd.Start(); err != nil {
 		return err

@@ -24,12 +24,12 @@ const (
 // none by what it says is available.
 type pressure struct {
 	trigger *os.File // nil: the kernel has no stall information for us
-	low     int64    // bytes available below which the host is short of memory
+	memory  int64    // bytes of the host's
 }
 
 // newPressure finds out how to watch a host with so much memory.
 func newPressure(memory int64) pressure {
-	p := pressure{low: hostReserve(memory)}
+	p := pressure{memory: memory}
 	f, err := os.OpenFile(pressureFile, os.O_RDWR, 0)
 	if err != nil {
 		return p
@@ -43,7 +43,9 @@ func newPressure(memory int64) pressure {
 }
 
 // watch calls notify whenever the host is short of memory, at most every 2 s,
-// until ctx ends. It returns at once where there is no stall information.
+// until ctx ends. It returns at once where there is no stall information. Tasks
+// stall also at the limit of a cgroup of their own, or reading what was dropped from
+// the page cache: where much is available, that is not for us to mend.
 func (p pressure) watch(ctx context.Context, notify func()) error {
 	if p.trigger == nil {
 		return nil
@@ -68,18 +70,22 @@ func (p pressure) watch(ctx context.Context, notify func()) error {
 		case fds[0].Revents&unix.POLLERR != 0:
 			return fmt.Errorf("watch %s: it ended", pressureFile)
 		case fds[0].Revents&unix.POLLPRI != 0:
-			notify()
+			if isBelow(p.memory / 4) {
+				notify()
+			}
 		}
 	}
 }
 
 // isLow reports whether the host is short of memory now, where watch does not tell.
 func (p pressure) isLow() bool {
-	if p.trigger != nil {
-		return false
-	}
+	return p.trigger == nil && isBelow(hostReserve(p.memory))
+}
+
+// isBelow reports whether less than so many bytes are available.
+func isBelow(bytes int64) bool {
 	available, err := availableMemory("/proc/meminfo")
-	return err == nil && available < p.low
+	return err == nil && available < bytes
 }
 
 // availableMemory reads how many bytes new work can have without swapping.

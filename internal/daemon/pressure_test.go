@@ -22,11 +22,11 @@ func TestPressureEnds(t *testing.T) {
 
 // TestLowMemory: where there is no stall information, what is available tells.
 func TestLowMemory(t *testing.T) {
-	if (pressure{low: 1}).isLow() {
-		t.Error("a host with a byte left is short of a byte")
+	if isBelow(1) {
+		t.Error("this host has no byte left")
 	}
-	if !(pressure{low: 1 << 60}).isLow() {
-		t.Error("a host has an exabyte to spare")
+	if !(pressure{memory: 1 << 60}).isLow() {
+		t.Error("this host has a tenth of an exabyte to spare")
 	}
 	if p := newPressure(1 << 62); p.trigger != nil {
 		defer p.trigger.Close()

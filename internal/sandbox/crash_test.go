@@ -220,7 +220,7 @@ func checkAll(h *host) {
 			h.t.Fatal(err)
 		}
 	}
-	wait(h.t, "no machine is left but those of the pool", func() bool { return len(h.w.Machines()) == h.w.Waiting() })
+	h.noneLeft()
 	if err := h.core.RemoveTemplate(ctx, "base"); err != nil {
 		h.t.Fatal(err)
 	}
@@ -236,12 +236,11 @@ func checkAll(h *host) {
 // TestCrashUnderLoad kills the daemon, or cuts the power, while many sandboxes
 // hibernate and wake: what was acknowledged is there, to the word.
 func TestCrashUnderLoad(t *testing.T) {
-	for variant, options := range variants {
-		t.Run(variant, func(t *testing.T) { crashUnderLoad(t, newHost(t, options...)) })
-	}
+	each(t, crashUnderLoad)
 }
 
-func crashUnderLoad(t *testing.T, h *host) {
+func crashUnderLoad(h *host) {
+	t := h.t
 	const sandboxes, rounds = 8, 30
 	known := make([]modelled, sandboxes)
 	ids := make([]string, sandboxes)

@@ -45,6 +45,23 @@ func (h *host) filled() {
 	}
 }
 
+// noneLeft checks that there is no machine but those of the pool.
+func (h *host) noneLeft() {
+	h.t.Helper()
+	if len(h.options) > 0 { // the pool fills up
+		wait(h.t, "no machine is left but those of the pool", func() bool { return len(h.w.Machines()) == h.w.Waiting() })
+	} else if m := h.w.Machines(); len(m) != 0 {
+		h.t.Fatalf("machines are left: %v", m)
+	}
+}
+
+// each runs a test on a host of each variant.
+func each(t *testing.T, test func(h *host)) {
+	for variant, options := range variants {
+		t.Run(variant, func(t *testing.T) { test(newHost(t, options...)) })
+	}
+}
+
 // ofThePool reports whether a step is taken in the background, to fill or to
 // empty the pool.
 func ofThePool(s sandboxtest.Step) bool {

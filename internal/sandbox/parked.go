@@ -131,10 +131,11 @@ func (c *Core) watchPressure(ctx context.Context) {
 	err := c.cfg.Pressure(ctx, func() {
 		list, bytes := c.parkedMachines()
 		if len(list) == 0 {
+			c.log.Info("the host is short of memory, the pool ends")
 			c.pool.reclaim()
 			return
 		}
-		c.log.Info("the host is short of memory, parked machines end", "machines", len(list), "bytes", bytes)
+		c.log.Info("the host is short of memory, half of the parked machines end", "machines", len(list), "bytes", bytes)
 		c.shrink(ctx, bytes/2)
 	})
 	if err != nil && ctx.Err() == nil {

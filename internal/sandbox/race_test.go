@@ -180,12 +180,14 @@ func TestTwoResumesAreOne(t *testing.T) {
 // TestRaces lets hibernations, resumes, requests and at the end deletions of
 // one sandbox race, many times. Whatever wins, memory is exact and each answer
 // is true.
-func TestRaces(t *testing.T) {
+func TestRaces(t *testing.T) { each(t, races) }
+
+func races(h *host) {
+	t := h.t
 	rounds := 1000
 	if testing.Short() {
 		rounds = 100
 	}
-	h := newHost(t)
 	ctx := t.Context()
 	for round := range rounds {
 		s := h.create()
@@ -237,9 +239,7 @@ func TestRaces(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		if m := h.w.Machines(); len(m) != 0 {
-			t.Fatalf("round %d: machines are left: %v", round, m)
-		}
+		h.noneLeft()
 		if t.Failed() {
 			t.FailNow()
 		}
@@ -247,8 +247,10 @@ func TestRaces(t *testing.T) {
 }
 
 // TestManyAtOnce races over many sandboxes with collections in between.
-func TestManyAtOnce(t *testing.T) {
-	h := newHost(t)
+func TestManyAtOnce(t *testing.T) { each(t, manyAtOnce) }
+
+func manyAtOnce(h *host) {
+	t := h.t
 	ctx := t.Context()
 	var wg sync.WaitGroup
 	for i := range 20 {

@@ -100,16 +100,15 @@ func (h *host) runParked(ctx context.Context, req UnparkRequest) (StartReport, e
 }
 
 // openParent opens the snapshot that an unparked machine goes on from and
-// checks that it is one of what was sealed.
+// checks that it holds what was sealed.
 func (h *host) openParent(ctx context.Context, req UnparkRequest) (*snapshot.Snapshot, error) {
 	snap, err := h.repo.Open(ctx, req.Snapshot)
 	if err != nil {
 		return nil, err
 	}
-	if m := snap.Metadata(); m.MemoryBytes != h.shape.MemoryBytes() || m.Attempt != req.Attempt {
+	if holds, sealed := snap.Metadata().Content(), h.report.Metadata.Content(); holds != sealed {
 		_ = snap.Close()
-		return nil, errorf(CodeMismatch, "snapshot %s is of attempt %d and %d bytes of memory, parked is attempt %d with %d",
-			m.ID, m.Attempt, m.MemoryBytes, req.Attempt, h.shape.MemoryBytes())
+		return nil, errorf(CodeMismatch, "snapshot %s holds what snapshot %s does, and parked is snapshot %s", req.Snapshot.ID, holds, sealed)
 	}
 	return snap, nil
 }
@@ -147,6 +146,9 @@ func (r *StartReport) subtract(before StartReport) {
 	r.Faults -= before.Faults
 	r.DemandPages -= before.DemandPages
 	r.PrefetchedBytes -= before.PrefetchedBytes
+	r.DemandPages -= before.DemandPages
+	r.BytesFetched -= before.BytesFetched
+	r.WorkingSetBytes = 0 // it is the one of the resume before
 	r.BytesFetched -= before.BytesFetched
 }
 

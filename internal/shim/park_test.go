@@ -160,6 +160,42 @@ func TestUnparkKeepsWhatItWasBoundTo(t *testing.T) {
 	}
 }
 
+// TestUnparkUponACompactedSnapshot: what took the place of the snapshot while
+// the machine was parked is what the next capture builds upon.
+func TestUnparkUponACompactedSnapshot(t *testing.T) {
+	origin := newRig(t, rigOptions{})
+	origin.boot()
+	base := origin.capture(1).Snapshot
+	last, _ := grown(t, origin.repo(), base)
+	origin.end()
+	r := newRig(t, rigOptions{store: origin.cfg.Store})
+	r.resume(last)
+	r.write(1100, 5)
+	sealed := r.capture(1).Snapshot
+	r.park(1)
+	compacted, _, done, err := r.repo().Compact(context.Background(), snapshot.CompactInput{Ref: sealed, ID: snapshot.NewID()})
+	if err != nil || compacted == sealed {
+		t.Fatalf("Compact = %+v, %v", done, err)
+	}
+	if err := r.repo().Delete(context.Background(), sealed.ID); err != nil {
+		t.Fatal(err)
+	}
+	r.unpark(1, compacted)
+	r.write(1101, 6)
+	next := r.capture(2)
+	if next.Metadata.Parent != compacted.ID {
+		t.Errorf("the parent is %s, want %s", next.Metadata.Parent, compacted.ID)
+	}
+	r.end()
+	again := newRig(t, rigOptions{store: origin.cfg.Store})
+	again.resume(next.Snapshot)
+	for page, want := range map[int]int{1100: 5, 1101: 6} {
+		if got := again.read(page); got != want {
+			t.Errorf("page %d holds %d, want %d", page, got, want)
+		}
+	}
+}
+
 // TestUnparkOfAnotherSnapshot ends the machine: its guest must not be taken for that one.
 func TestUnparkOfAnotherSnapshot(t *testing.T) {
 	store, ref := sealed(t)

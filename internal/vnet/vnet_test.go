@@ -297,3 +297,32 @@ func TestCloseTwice(t *testing.T) {
 		t.Fatalf("socket is left: %v", err)
 	}
 }
+
+// TestSuspend: connections end, the guest hears nothing until Continue, and
+// what was begun meanwhile ends with it.
+func TestSuspend(t *testing.T) {
+	n := newTestNet(t, vnet.Config{})
+	guestListener(t, n.guest, 8080, echo)
+	c, err := n.Dial(testContext(t), 8080)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	exchange(t, c, "before")
+	n.Suspend()
+	if _, err := c.Read(make([]byte, 1)); err == nil || errors.Is(err, io.EOF) {
+		t.Errorf("an open connection ended with %v, not with a reset", err)
+	}
+	soon, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	if _, err := n.Dial(soon, 8080); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("a guest that stands still was reached: %v", err)
+	}
+	n.Continue()
+	again, err := n.Dial(testContext(t), 8080)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer again.Close()
+	exchange(t, again, "after")
+}

@@ -29,13 +29,14 @@ func TestKillAtEveryStep(t *testing.T) {
 			d.Shell(id, "date >> log; sync")
 			acknowledged := d.Shell(id, "wc -l < log")
 			d.Hib("hibernate", id)
+			d.RestartWith(hibtest.Bare) // ends a parked machine, which knows nothing of the failpoint
 
 			reachedLog := filepath.Join(t.TempDir(), "reached")
 			openToAll(t, reachedLog)
-			d.Restart("HIB_FAILPOINT="+point+"=kill", "HIB_FAILPOINT_LOG="+reachedLog)
+			d.RestartWith(flagsFor(point), "HIB_FAILPOINT="+point+"=kill", "HIB_FAILPOINT_LOG="+reachedLog)
 			victim := ""
 			reached := false
-			for _, step := range [][]string{{"resume", id}, {"hibernate", id}, {"create", "base", "--memory", "512"}, {"rm", "--force"}, {"create", "base", "--memory", "640"}} {
+			for _, step := range [][]string{{"resume", id}, {"hibernate", id}, {"resume", id}, {"hibernate", id}, {"create", "base", "--memory", "512"}, {"rm", "--force"}, {"create", "base", "--memory", "640"}} {
 				if step[0] == "rm" {
 					if victim == "" {
 						continue
@@ -59,7 +60,7 @@ func TestKillAtEveryStep(t *testing.T) {
 			if !reached {
 				t.Fatal("the failpoint was never reached")
 			}
-			d.Restart()
+			d.RestartWith(nil)
 			if sb := d.Inspect(id); sb.State == api.StateFailed {
 				t.Logf("failed: %s", sb.Reason)
 				if sb.Reason == "" {
@@ -86,12 +87,28 @@ func TestKillAtEveryStep(t *testing.T) {
 				t.Errorf("%d machines run, want 1", n)
 			}
 			d.Hib("hibernate", id)
+			if n := len(d.Parked()); n != 1 {
+				t.Errorf("%d machines are parked, want 1", n)
+			}
+			d.RestartWith(hibtest.Bare)
 			d.Settle()
 			if left := d.Processes(); len(left) > 0 {
 				t.Errorf("left behind: %v", left)
 			}
+			d.RestartWith(nil)
 		})
 	}
+}
+
+// flagsFor returns the flags of a daemon that comes to the point: some stand
+// where a machine is started for its sandbox.
+func flagsFor(point string) []string {
+	for _, step := range []string{".launched", ".handle", ".prepared"} {
+		if strings.HasSuffix(point, step) {
+			return hibtest.Bare
+		}
+	}
+	return nil
 }
 
 // openToAll makes a file that every account can write to, in folders that every

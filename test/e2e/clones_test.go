@@ -71,7 +71,7 @@ func checkClock(t *testing.T, d *hibtest.Daemon, id string) {
 // days ago (its own clock, by libfaketime, and the guest's), the one that wakes
 // it lives today.
 func TestClockAfterAMonth(t *testing.T) {
-	d := hibtest.Start(t, fakeTime("-30d"))
+	d := hibtest.StartBare(t, fakeTime("-30d")) // every VMM is of its daemon
 	id := d.Create("--memory", "512")
 	d.Shell(id, "sudo date -s '-30 days' && date")
 	d.Hib("exec", "-d", id, "--", "bash", "-c", "while sleep 0.2; do date +%s >> ticks; done")

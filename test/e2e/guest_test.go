@@ -54,14 +54,14 @@ func TestKillVMM(t *testing.T) {
 	kill(t, d.VMM())
 	d.WaitState(id, api.StateFailed)
 	d.Hib("rm", id) // works from every state
-	if left := d.Processes(); len(left) > 0 {
+	if left := d.Left(); len(left) > 0 {
 		t.Errorf("left behind: %v", left)
 	}
 }
 
 // TestRequestsWake: exec, file calls and a port-forward wake a sandbox.
 func TestRequestsWake(t *testing.T) {
-	d := hibtest.Start(t)
+	d := hibtest.StartBare(t)
 	id := d.Create("--memory", "512", "--name", "sleeper")
 	srv := d.StartServer(id, 1, 8000)
 	for _, tt := range []struct {

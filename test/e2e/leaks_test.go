@@ -9,8 +9,9 @@ import (
 	"github.com/hibernacle/hibernacle/test/hibtest"
 )
 
-// TestNothingIsLeftBehind: fifty lives of a sandbox leave no process, mount,
-// socket, file, descriptor or goroutine.
+// TestNothingIsLeftBehind: fifty lives of a sandbox, some of which end parked,
+// leave no process, mount, socket, file, descriptor or goroutine but those of the
+// machines that are kept ready, and these end with the daemon.
 func TestNothingIsLeftBehind(t *testing.T) {
 	d := hibtest.Start(t)
 	life := func() {
@@ -19,6 +20,10 @@ func TestNothingIsLeftBehind(t *testing.T) {
 		d.Hib("hibernate", id)
 		d.Hib("resume", id)
 		d.Shell(id, "cat file")
+		d.Hib("hibernate", id)
+		if !d.Inspect(id).Parked {
+			t.Error("it is not parked")
+		}
 		d.Hib("rm", id)
 	}
 	for range 3 { // pools and caches fill
@@ -30,11 +35,15 @@ func TestNothingIsLeftBehind(t *testing.T) {
 		life()
 	}
 	d.Settle()
-	if left := d.Processes(); len(left) > 0 {
+	if left := d.Left(); len(left) > 0 {
 		t.Errorf("processes: %v", left)
 	}
-	if left := d.Mounts(); len(left) > 0 {
-		t.Errorf("mounts: %v", left)
+	waiting := len(d.Waiting())
+	if waiting != 2 {
+		t.Errorf("%d machines are kept ready, want 2", waiting)
+	}
+	if left := d.Mounts(); len(left) != waiting {
+		t.Errorf("mounts beside those of %d machines: %v", waiting, left)
 	}
 	// Packs go with the next collection, half a minute after a deletion.
 	hibtest.Eventually(t, "no new file is left", func() bool {
@@ -51,9 +60,16 @@ func TestNothingIsLeftBehind(t *testing.T) {
 	if now := d.Goroutines(); now > goroutines+3 {
 		t.Errorf("the daemon has %d goroutines, %d before", now, goroutines)
 	}
-	left, err := os.ReadDir(d.RunDir())
-	if err != nil || len(left) > 0 {
+	run := d.RunDir()
+	if left, err := os.ReadDir(run); err != nil || len(left) != waiting {
 		t.Errorf("runtime folder: %v, %v", left, err)
+	}
+	d.Stop()
+	if left, err := os.ReadDir(run); err == nil && len(left) > 0 {
+		t.Errorf("runtime folder once the daemon has ended: %v", left)
+	}
+	if left := hibtest.ProcessesOf(run); len(left) > 0 {
+		t.Errorf("processes once the daemon has ended: %v", left)
 	}
 }
 

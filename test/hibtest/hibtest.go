@@ -35,12 +35,13 @@ type Daemon struct {
 	URL  string
 	Key  string
 
-	t    testing.TB
-	bin  string
-	env  []string
-	wrap []string // command line that the daemon's is added to
-	cmd  *exec.Cmd
-	log  string
+	t     testing.TB
+	bin   string
+	flags []string
+	env   []string
+	wrap  []string // command line that the daemon's is added to
+	cmd   *exec.Cmd
+	log   string
 }
 
 // Start starts a daemon on a copy of the fixture in a new folder. env adds
@@ -51,10 +52,25 @@ func Start(t testing.TB, env ...string) *Daemon {
 	return StartIn(t, tempDir(t), env...)
 }
 
+// Bare are the flags of a daemon that holds no machine but those of guests that
+// run: for tests of which that is the subject, or that tell machines apart.
+var Bare = []string{"--pool", "0", "--parked-memory", "0"}
+
+// StartBare is Start with the flags Bare.
+func StartBare(t testing.TB, env ...string) *Daemon {
+	t.Helper()
+	return start(t, tempDir(t), Bare, env...)
+}
+
 // StartIn is Start on a copy of the fixture in the folder dir.
 func StartIn(t testing.TB, dir string, env ...string) *Daemon {
 	t.Helper()
-	d := &Daemon{Data: filepath.Join(dir, "data"), t: t, bin: binFolder(t), log: filepath.Join(dir, "serve.log")}
+	return start(t, dir, nil, env...)
+}
+
+func start(t testing.TB, dir string, flags []string, env ...string) *Daemon {
+	t.Helper()
+	d := &Daemon{flags: flags, Data: filepath.Join(dir, "data"), t: t, bin: binFolder(t), log: filepath.Join(dir, "serve.log")}
 	copyFixture(t, fixture(t), d.Data)
 	t.Cleanup(d.destroy)
 	d.Run(env...)
@@ -160,6 +176,7 @@ func (d *Daemon) Run(env ...string) {
 	defer log.Close()
 	d.env = append(os.Environ(), "HIB_DATA="+d.Data)
 	argv := append(slices.Clone(d.wrap), filepath.Join(d.bin, "hib"), "serve", "--data", d.Data, "--listen", "127.0.0.1:0")
+	argv = append(argv, d.flags...)
 	d.cmd = exec.Command(argv[0], argv[1:]...)
 	d.cmd.Env = append(d.env, env...)
 	d.cmd.Stdout, d.cmd.Stderr = log, log
@@ -231,6 +248,13 @@ func (d *Daemon) Stop() {
 	d.t.Helper()
 	_ = d.cmd.Process.Signal(syscall.SIGTERM)
 	d.WaitGone()
+}
+
+// RestartWith is Restart with flags of hib serve, which later ones keep.
+func (d *Daemon) RestartWith(flags []string, env ...string) {
+	d.t.Helper()
+	d.flags = flags
+	d.Restart(env...)
 }
 
 // Restart is Kill and Run.

@@ -5,9 +5,11 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -16,9 +18,40 @@ import (
 	"github.com/hibernacle/hibernacle/internal/shim"
 )
 
-// Shims returns the handles of this daemon's machines, by looking into its
-// runtime folder.
+// Shims returns the handles of the machines that sandboxes have, running or
+// parked, by looking into the daemon's runtime folder.
 func (d *Daemon) Shims() []shim.Handle {
+	d.t.Helper()
+	return d.machines(func(s shim.Status) bool { return s.Phase != shim.PhasePrepared && s.Phase != shim.PhaseIdle })
+}
+
+// Waiting returns the handles of the machines that are kept ready for anybody.
+func (d *Daemon) Waiting() []shim.Handle {
+	d.t.Helper()
+	return d.machines(func(s shim.Status) bool { return s.Phase == shim.PhasePrepared && !s.Adopted })
+}
+
+// Parked returns the handles of the machines that are parked.
+func (d *Daemon) Parked() []shim.Handle {
+	d.t.Helper()
+	return d.machines(func(s shim.Status) bool { return s.Phase == shim.PhaseParked })
+}
+
+// machines returns the handles of the machines whose status is such.
+func (d *Daemon) machines(such func(shim.Status) bool) []shim.Handle {
+	d.t.Helper()
+	return slices.DeleteFunc(d.handles(), func(h shim.Handle) bool {
+		c, err := shim.Adopt(d.t.Context(), h) // connects, no more
+		if err != nil {
+			return true // it ends at this moment
+		}
+		defer c.Close()
+		s, err := c.Status(d.t.Context())
+		return err != nil || !such(s)
+	})
+}
+
+func (d *Daemon) handles() []shim.Handle {
 	d.t.Helper()
 	var all []shim.Handle
 	files, err := filepath.Glob(filepath.Join(d.RunDir(), "*", "handle.json"))
@@ -58,8 +91,10 @@ func (d *Daemon) RunDir() string {
 // Processes returns the command lines by pid of every process whose arguments
 // or parent tell that it belongs to this daemon's machines: shims and VMMs. It
 // is for finding leaks, so it looks at all processes of the host.
-func (d *Daemon) Processes() map[int]string {
-	run := d.RunDir()
+func (d *Daemon) Processes() map[int]string { return ProcessesOf(d.RunDir()) }
+
+// ProcessesOf is Processes of the daemon whose runtime folder is run.
+func ProcessesOf(run string) map[int]string {
 	found := map[int]string{}
 	entries, _ := os.ReadDir("/proc")
 	for _, e := range entries {
@@ -73,6 +108,16 @@ func (d *Daemon) Processes() map[int]string {
 		}
 	}
 	return found
+}
+
+// Left is Processes without those of machines that are kept ready.
+func (d *Daemon) Left() map[int]string {
+	d.t.Helper()
+	left := d.Processes()
+	for _, h := range d.Waiting() {
+		maps.DeleteFunc(left, func(_ int, args string) bool { return strings.Contains(args, h.VM) })
+	}
+	return left
 }
 
 // Mounts returns the mount points below the daemon's runtime folder.
@@ -94,9 +139,11 @@ func (d *Daemon) Mounts() []string {
 // daemon's only running one.
 func (d *Daemon) VMM() int {
 	d.t.Helper()
-	for pid, args := range d.Processes() {
-		if strings.Contains(args, "qemu-system") {
-			return pid
+	for _, h := range d.Shims() {
+		for pid, args := range d.Processes() {
+			if strings.Contains(args, "qemu-system") && strings.Contains(args, h.VM) {
+				return pid
+			}
 		}
 	}
 	d.t.Fatal("no QEMU runs")

@@ -27,6 +27,7 @@ type machine struct {
 
 	phase    shim.Phase
 	adopted  bool
+	shape    vmm.Shape // once it is prepared
 	attempt  uint64
 	refused  map[uint64]bool
 	captured *shim.CaptureReport
@@ -230,6 +231,7 @@ func (v *vm) Prepare(ctx context.Context, req shim.PrepareRequest) error {
 		if err := v.m.check("prepare", shim.PhaseIdle); err != nil {
 			return err
 		}
+		v.m.shape = req.Shape
 		v.m.enter(shim.PhasePrepared)
 		return nil
 	})

@@ -120,15 +120,24 @@ func (w *World) Machines() []string {
 
 // Waiting returns how many machines are ready for a snapshot and nobody's.
 func (w *World) Waiting() int {
-	w.mu.Lock()
-	defer w.mu.Unlock()
 	n := 0
-	for _, m := range w.machines {
-		if m.phase == shim.PhasePrepared && m.sandbox == "" {
-			n++
-		}
+	for _, of := range w.WaitingShapes() {
+		n += of
 	}
 	return n
+}
+
+// WaitingShapes returns how many of them are of which size in MiB.
+func (w *World) WaitingShapes() map[int]int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	shapes := map[int]int{}
+	for _, m := range w.machines {
+		if m.phase == shim.PhasePrepared && m.sandbox == "" {
+			shapes[m.shape.MemoryMiB]++
+		}
+	}
+	return shapes
 }
 
 // Parked reports whether a parked machine of the sandbox is alive.
