@@ -132,12 +132,12 @@ func FuzzParseURL(f *testing.F) {
 
 func FuzzParseContentRange(f *testing.F) {
 	for _, s := range []string{"bytes 0-9/10", "bytes 5-14/100", "bytes */0", "bytes 9-0/10", "bytes 0-9/5"} {
-		f.Add(s, int64(10))
+		f.Add(s)
 	}
-	f.Fuzz(func(t *testing.T, header string, length int64) {
-		start, size, err := parseContentRange(header, length)
+	f.Fuzz(func(t *testing.T, header string) {
+		start, length, size, err := parseContentRange(header)
 		if err == nil && (start < 0 || length < 1 || start > size-length) {
-			t.Errorf("%q, %d bytes: at %d of %d", header, length, start, size)
+			t.Errorf("%q: %d bytes at %d of %d", header, length, start, size)
 		}
 	})
 }

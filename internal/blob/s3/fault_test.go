@@ -148,8 +148,8 @@ func TestFaults(t *testing.T) {
 		t.Run(string(kind), func(t *testing.T) {
 			t.Parallel()
 			big := random(9 << 20)
-			if kind == faultproxy.BlackHole {
-				big = big[:300<<10] // a whole part may take half a minute
+			if kind == faultproxy.BlackHole || kind == faultproxy.Slow {
+				big = big[:300<<10] // what is larger may take half a minute
 			}
 			proxy := faultproxy.Start(t, server.Address)
 			cfg := through(proxy, config(t, server, "faults", strings.ReplaceAll(string(kind), " ", "-")))

@@ -143,26 +143,29 @@ func (s *Store) get(ctx context.Context, key, byteRange, etag string) (answer, i
 	}
 	a := answer{Info: blob.Info{Key: key, Size: info.Size, ModTime: info.LastModified}, etag: info.ETag, length: info.Size}
 	if r := header.Get("Content-Range"); r != "" { // else the whole object comes
-		if a.start, a.Size, err = parseContentRange(r, a.length); err != nil {
-			body.Close()
-			return answer{}, nil, err
-		}
+		a.start, a.length, a.Size, err = parseContentRange(r)
+	}
+	if err == nil && (a.length < 0 || info.Size >= 0 && info.Size != a.length) {
+		err = fmt.Errorf("%w: it sent %d bytes as %d", blob.ErrRefused, info.Size, a.length)
+	}
+	if err != nil {
+		body.Close()
+		return answer{}, nil, err
 	}
 	return a, body, nil
 }
 
-// parseContentRange reads where a part of length bytes begins, and the size of
-// the whole, from a header of the form "bytes 0-9/100".
-func parseContentRange(header string, length int64) (start, size int64, err error) {
-	bad := fmt.Errorf("%w: the service sent the range %q with %d bytes", blob.ErrUnavailable, header, length)
+// parseContentRange reads where a part begins, its length and the size of the
+// whole from a header of the form "bytes 0-9/100".
+func parseContentRange(header string) (start, length, size int64, err error) {
 	unit, r, _ := strings.Cut(header, " ")
 	part, whole, _ := strings.Cut(r, "/")
 	first, last, _ := strings.Cut(part, "-")
 	start, err1 := strconv.ParseInt(first, 10, 64)
 	end, err2 := strconv.ParseInt(last, 10, 64)
 	size, err3 := strconv.ParseInt(whole, 10, 64)
-	if errors.Join(err1, err2, err3) != nil || unit != "bytes" || start < 0 || end < start || end >= size || end-start+1 != length {
-		return 0, 0, bad
+	if errors.Join(err1, err2, err3) != nil || unit != "bytes" || start < 0 || end < start || end >= size {
+		return 0, 0, 0, fmt.Errorf("%w: it sent the range %q", blob.ErrRefused, header)
 	}
-	return start, size, nil
+	return start, end - start + 1, size, nil
 }
