@@ -14,6 +14,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
+	"syscall"
 	"testing"
 	"time"
 
@@ -25,7 +27,6 @@ import (
 
 const (
 	program    = "versitygw" // that the Makefile builds into bin
-	healthPath = "/health"
 	startLimit = 30 * time.Second
 )
 
@@ -36,6 +37,7 @@ type Server struct {
 
 	dir           string
 	binary        string
+	health        string // path of a check that no other server knows
 	owner, reader keys
 	cmd           *exec.Cmd
 	exited        chan struct{}
@@ -64,7 +66,7 @@ func Serve(ctx context.Context, dir string) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Server{dir: dir, binary: binary, owner: newKeys(), reader: newKeys()}
+	s := &Server{dir: dir, binary: binary, health: "/health-" + rand.Text(), owner: newKeys(), reader: newKeys()}
 	users, err := json.Marshal(map[string]any{"accessAccounts": map[string]any{
 		s.reader.access: map[string]any{"access": s.reader.access, "secret": s.reader.secret, "role": "user"},
 	}})
@@ -123,23 +125,32 @@ func (s *Server) Restart(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, startLimit)
 	defer cancel()
 	s.output.Reset()
-	s.cmd = exec.Command(s.binary, "--port", s.Address, "--health", healthPath, "--keep-alive", "--quiet",
+	cmd := exec.Command(s.binary, "--port", s.Address, "--health", s.health, "--keep-alive", "--quiet",
 		"--iam-dir", filepath.Join(s.dir, "accounts"),
 		// Not every folder of tests is on a file system with extended attributes.
 		"posix", "--sidecar", filepath.Join(s.dir, "attributes"), filepath.Join(s.dir, "objects"))
-	s.cmd.Env = append(os.Environ(), "ROOT_ACCESS_KEY="+s.owner.access, "ROOT_SECRET_KEY="+s.owner.secret)
-	s.cmd.Stdout, s.cmd.Stderr = &s.output, &s.output
-	if err := s.cmd.Start(); err != nil {
+	cmd.Env = append(os.Environ(), "ROOT_ACCESS_KEY="+s.owner.access, "ROOT_SECRET_KEY="+s.owner.secret)
+	cmd.Stdout, cmd.Stderr = &s.output, &s.output
+	// A test that runs out of time stops nothing. The signal comes when the
+	// thread that started the server ends, so that one waits.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	started, exited := make(chan error), make(chan struct{})
+	go func() {
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		err := cmd.Start()
+		started <- err
+		if err == nil {
+			cmd.Wait()
+			close(exited)
+		}
+	}()
+	if err := <-started; err != nil {
 		return fmt.Errorf("start the S3 server: %w", err)
 	}
-	exited := make(chan struct{})
-	s.exited = exited
-	go func(cmd *exec.Cmd) {
-		cmd.Wait()
-		close(exited)
-	}(s.cmd)
+	s.cmd, s.exited = cmd, exited
 	for {
-		resp, err := http.Get("http://" + s.Address + healthPath)
+		resp, err := http.Get("http://" + s.Address + s.health)
 		if err == nil {
 			resp.Body.Close()
 			if resp.StatusCode == http.StatusOK {
