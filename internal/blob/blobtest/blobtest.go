@@ -473,7 +473,7 @@ func testConcurrentPuts(t *testing.T, open func() blob.Store) {
 // testReadAgainstDelete reads, deletes and puts one key, with another content
 // each time: who reads has the bytes of one object or ErrNotExist.
 func testReadAgainstDelete(t *testing.T, open func() blob.Store) {
-	const rounds, size = 40, 300 << 10
+	const rounds, size = 15, 300 << 10
 	var done atomic.Bool
 	var reader, writer sync.WaitGroup
 	reader.Go(func() {

@@ -54,7 +54,7 @@ func firstTime(kind faultproxy.Kind) func(*http.Request) faultproxy.Fault {
 			return faultproxy.Fault{}
 		}
 		seen[id] = true
-		return faultproxy.Fault{Kind: kind}
+		return faultproxy.Fault{Kind: kind, Latency: time.Millisecond}
 	}
 }
 
