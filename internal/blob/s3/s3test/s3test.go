@@ -15,6 +15,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -31,7 +32,7 @@ const (
 )
 
 // Server is an S3 server with one account that may do everything, and one that
-// may only read and list. It is not for use by many goroutines at a time.
+// may only read and list. Stop and Restart are not for use by many goroutines at a time.
 type Server struct {
 	Address string // host:port, the same after a restart
 
@@ -42,6 +43,8 @@ type Server struct {
 	cmd           *exec.Cmd
 	exited        chan struct{}
 	output        bytes.Buffer
+
+	making sync.Mutex // held while a bucket is made: the server fails if two are at it
 }
 
 type keys struct{ access, secret string }
@@ -185,6 +188,8 @@ func (s *Server) Config(ctx context.Context, bucket, prefix string) (s3.Config, 
 	if err != nil {
 		return s3.Config{}, err
 	}
+	s.making.Lock()
+	defer s.making.Unlock()
 	err = client.MakeBucket(ctx, bucket, minio.MakeBucketOptions{Region: s3.DefaultRegion})
 	if code := minio.ToErrorResponse(err).Code; err != nil && code != "BucketAlreadyOwnedByYou" && code != "BucketAlreadyExists" {
 		return s3.Config{}, fmt.Errorf("make bucket %s: %w", bucket, err)
