@@ -27,7 +27,7 @@ type CaptureInput struct {
 	MemoryBytes int64       // size of the machine's RAM, whole pages, the same as the parent's
 	State       []byte      // vCPU and device state, at most 64 MiB
 	RAM         io.ReaderAt // the paused machine's RAM; read by one goroutine, page by page, at most 1 MiB at a time
-	WorkingSet  WorkingSet  // what the guest touched first since its last resume; empty: not known
+	WorkingSet  WorkingSet  // what the guest touched first since its last resume, which is stored first; empty: not known
 	Dirty       []page.Run  // pages that may differ from the parent. Empty and without a parent: all pages
 }
 
