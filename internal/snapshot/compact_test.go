@@ -410,7 +410,7 @@ func TestLongLife(t *testing.T) {
 	}
 }
 
-// BenchmarkCompact merges eight packs of 4 MiB, as after eight hibernations,
+// BenchmarkCompact merges eight packs of 3 MiB, as after eight hibernations,
 // in runs of the given length.
 func BenchmarkCompact(b *testing.B) {
 	for _, runPages := range []int{1, 16} {
@@ -420,7 +420,7 @@ func BenchmarkCompact(b *testing.B) {
 			pages := len(m.ram) / page.Size
 			rnd := rand.New(rand.NewPCG(1, 2))
 			for range tierPacks {
-				for range 4 << 20 / page.Size / runPages {
+				for range 3 << 20 / page.Size / runPages {
 					first := rnd.IntN(pages/runPages) * runPages
 					m.dirty = append(m.dirty, page.Run{First: uint64(first), Count: uint64(runPages)})
 					for n := first; n < first+runPages; n++ {
@@ -431,7 +431,7 @@ func BenchmarkCompact(b *testing.B) {
 				now, _ = m.capture(b, r, s)
 				s.Close()
 			}
-			b.SetBytes(tierPacks * 4 << 20)
+			b.SetBytes(tierPacks * 3 << 20)
 			for b.Loop() {
 				ref, done := compact(b, r, now, base.ID)
 				b.StopTimer()

@@ -111,6 +111,52 @@ func flagsFor(point string) []string {
 	return nil
 }
 
+// TestKillDuringCompaction kills the daemon at each named step of a compaction
+// and checks that what was hibernated is there and goes on.
+func TestKillDuringCompaction(t *testing.T) {
+	d := hibtest.Start(t)
+	id := d.Create("--memory", "512")
+	srv := d.StartServer(id, 5, 8000)
+	d.Hib("hibernate", id)
+	for _, point := range sandbox.CompactFailpoints {
+		t.Run(point, func(t *testing.T) {
+			last := srv.Get("/")
+			d.Shell(id, "date >> log; sync")
+			acknowledged := d.Shell(id, "wc -l < log")
+			reachedLog := filepath.Join(t.TempDir(), "reached")
+			openToAll(t, reachedLog)
+			d.Restart("HIB_FAILPOINT="+point+"=kill", "HIB_FAILPOINT_LOG="+reachedLog)
+			reached := func() bool {
+				b, err := os.ReadFile(reachedLog)
+				return err == nil && len(b) > 0
+			}
+			for cycle := 0; cycle < 16 && !reached(); cycle++ { // half of them make a compaction worth it
+				for _, step := range []string{"hibernate", "resume"} {
+					if _, stderr, code := d.Try(step, id); code != 0 && !reached() {
+						t.Fatalf("hib %s: exit %d: %s", step, code, stderr)
+					}
+				}
+			}
+			if !reached() {
+				t.Fatal("the failpoint was never reached")
+			}
+			d.Restart()
+			if sb := d.Inspect(id); sb.State != api.StateStandby && sb.State != api.StateRunning {
+				t.Errorf("after the restart the sandbox is %s: %s", sb.State, sb.Reason)
+			}
+			now := srv.Get("/sum")
+			if now.PID != last.PID || now.Counter < last.Counter || now.Sum != srv.WantSum() {
+				t.Errorf("the server says %+v, before %+v", now, last)
+			}
+			if lines := d.Shell(id, "wc -l < log"); lines != acknowledged {
+				t.Errorf("%s lines in the log, want %s", lines, acknowledged)
+			}
+			d.Hib("store", "verify")
+			d.Hib("hibernate", id)
+		})
+	}
+}
+
 // openToAll makes a file that every account can write to, in folders that every
 // account can pass.
 func openToAll(t *testing.T, path string) {

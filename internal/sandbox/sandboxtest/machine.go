@@ -397,6 +397,13 @@ func (v *vm) Thaw(ctx context.Context, req shim.ThawRequest) error {
 	})
 }
 
+// holds reports whether a snapshot is the one that was captured as that, or
+// what a compaction made of it.
+func (w *World) holds(id, captured snapshot.ID) bool {
+	img := w.snapshots[id]
+	return img != nil && img.meta.Content() == captured
+}
+
 // ParkedBytes is what a parked machine takes up.
 const ParkedBytes = 1 << 20
 
@@ -409,7 +416,7 @@ func (v *vm) Park(ctx context.Context, req shim.ParkRequest) (rep shim.ParkRepor
 		if m.attempt != req.Attempt {
 			return &shim.Error{Code: shim.CodeInvalid, Message: "another attempt is sealed"}
 		}
-		if state, snap, _ := m.w.recorded(m.sandbox); state != sandbox.StateStandby || snap != m.captured.Snapshot.ID {
+		if state, snap, _ := m.w.recorded(m.sandbox); state != sandbox.StateStandby || !m.w.holds(snap, m.captured.Snapshot.ID) {
 			m.w.violate("sandbox %s (%s) is parked as %s, its record names %s", m.sandbox, state, m.captured.Snapshot.ID, snap)
 		}
 		m.hangUp()
