@@ -127,6 +127,7 @@ func (im *importing) sandbox(ctx context.Context, r tier.Replica) error {
 		return fmt.Errorf("its name %s is that of sandbox %s; hib rm %s, then import again", rec.Name, holder, holder)
 	}
 	rec.TemplateVersion, rec.LastUsed = im.templates[rec.Template].numbers[rec.TemplateVersion], r.LastUsed
+	rec.Attempt = rec.Metadata.Attempt // the agent in the snapshot refuses that one and those before
 	if err := c.adoptRecord(ctx, rec); err != nil {
 		return err
 	}

@@ -136,6 +136,7 @@ func TestImport(t *testing.T) {
 		if got := h.ask(id, "get"); got != want {
 			t.Errorf("it has %q, want %q", got, want)
 		}
+		h.hibernate(id) // by an attempt that its agent has not seen
 	}
 	if h.get("anna").ID != a.ID {
 		t.Error("the name leads to another sandbox")

@@ -81,7 +81,7 @@ func (c *collection) run(ctx context.Context, roots, keep []snapshot.ID) error {
 		{snapshot.KindWorkingSet.Prefix(), needed(snapshot.KindWorkingSet, c.snapshots)},
 		{snapshot.KindPack.Prefix(), needed(snapshot.KindPack, c.packs)},
 		{templatePrefix, func(key string) bool { return !isListKey(key) || c.templateNeeded(key) }},
-		{templatePrefix, c.templateNeeded},
+		{templatePrefix, func(key string) bool { return isListKey(key) || c.templateNeeded(key) }},
 	} {
 		if err := c.sweep(ctx, part.prefix, part.needed); err != nil {
 			return err

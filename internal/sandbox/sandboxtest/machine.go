@@ -290,6 +290,8 @@ func (m *machine) resume(req shim.ResumeRequest) error {
 	m.memory, m.identity, m.parent, m.bound, m.content = img.memory, img.identity, req.Snapshot.ID, req.Snapshot.ID, img.meta.Content()
 	if id := req.Init.Identity; id != nil {
 		m.identity = id.ID
+	} else {
+		m.attempt = img.meta.Attempt // the guest knows which attempts it was frozen for
 	}
 	if m.identity != m.sandbox {
 		m.w.violate("sandbox %s woke up as %s", m.sandbox, m.identity)
