@@ -45,6 +45,7 @@ func Run(ctx context.Context, h Host) []Check {
 	checks = append(checks, kernel()...)
 	checks = append(checks, h.account()...)
 	checks = append(checks, h.disk(), memory(), h.sockets())
+	checks = append(checks, h.guests(ctx)...)
 	return append(checks, tools()...)
 }
 

@@ -1,11 +1,15 @@
 package doctor
 
 import (
+	"encoding/json"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
+	"github.com/hibernacle/hibernacle/api"
 	"github.com/hibernacle/hibernacle/internal/shim"
 )
 
@@ -104,5 +108,37 @@ func TestLastLine(t *testing.T) {
 				t.Errorf("passed on %q", all.String())
 			}
 		})
+	}
+}
+
+// TestGuestsOfTheDaemon are told where one runs, and that it does not answer.
+func TestGuestsOfTheDaemon(t *testing.T) {
+	h := Host{Data: t.TempDir()}
+	if checks := h.guests(t.Context()); checks != nil {
+		t.Errorf("without a daemon: %+v", checks)
+	}
+	daemon := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path != "/v1/host" || r.Header.Get("X-API-Key") != "e2b_00" {
+			http.NotFound(w, r)
+			return
+		}
+		json.NewEncoder(w).Encode(api.Host{Guests: 3, MemoryPromised: 6 << 30, MemoryLimit: 12 << 30, DiskReserve: 1 << 30})
+	}))
+	info, err := json.Marshal(api.DaemonInfo{URL: daemon.URL})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, content := range map[string]string{api.DaemonFile: string(info), api.KeyFile: "e2b_00\n"} {
+		if err := os.WriteFile(filepath.Join(h.Data, name), []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c := find(t, h.guests(t.Context()), "guests")
+	if c.Status != OK || !strings.HasPrefix(c.Detail, "3 run, 6.0 GiB of memory promised of 12.0 GiB") {
+		t.Errorf("%+v", c)
+	}
+	daemon.Close()
+	if c = find(t, h.guests(t.Context()), "guests"); c.Status != Warn || c.Fix == "" {
+		t.Errorf("of a daemon that is gone: %+v", c)
 	}
 }

@@ -2,6 +2,7 @@ package doctor
 
 import (
 	"bufio"
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -10,9 +11,12 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/hibernacle/hibernacle/api"
+	"github.com/hibernacle/hibernacle/client"
 	"github.com/hibernacle/hibernacle/internal/daemon"
 )
 
@@ -111,6 +115,35 @@ func memAvailable() (int64, error) {
 		}
 	}
 	return 0, errors.New("/proc/meminfo has no MemAvailable")
+}
+
+// daemonPatience bounds the wait for the daemon of the data folder.
+const daemonPatience = 3 * time.Second
+
+// guests tells what the daemon of the data folder has promised to its guests,
+// if one runs.
+func (h Host) guests(ctx context.Context) []Check {
+	const name = "guests"
+	if _, err := os.Stat(filepath.Join(h.Data, api.DaemonFile)); err != nil {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, daemonPatience)
+	defer cancel()
+	c, err := client.Options{Data: h.Data}.Client()
+	if err != nil {
+		return []Check{warn(name, err.Error(), "run hib doctor as the user that runs the daemon")}
+	}
+	defer c.Close()
+	host, err := c.Host(ctx)
+	if err != nil {
+		return []Check{warn(name, "the daemon of this data folder does not answer: "+err.Error(), "look at its log, or start hib serve")}
+	}
+	limit := "no limit"
+	if host.MemoryLimit > 0 {
+		limit = fmt.Sprintf("%.1f GiB", float64(host.MemoryLimit)/gib)
+	}
+	return []Check{pass(name, fmt.Sprintf("%d run, %.1f GiB of memory promised of %s, %.1f GiB of disk kept for their hibernations",
+		host.Guests, float64(host.MemoryPromised)/gib, limit, float64(host.DiskReserve)/gib))}
 }
 
 // Lengths of Unix socket paths, in bytes.

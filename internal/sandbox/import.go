@@ -46,10 +46,10 @@ func (c *Core) Import(ctx context.Context, takeOver bool, progress func(done, to
 	im.out.Templates = slices.Sorted(maps.Keys(im.added))
 	switch {
 	case errors.Is(err, tier.ErrOwned):
-		return im.out, &Error{Kind: ErrConflict, Message: "import", Cause: err,
-			Hint: "hib store import --take-over takes it from that node, which must be gone for good: two nodes that write to one store destroy each other's snapshots"}
+		return im.out, &Error{Kind: ErrConflict, Message: "nothing was imported", Cause: err,
+			Hint: "hib store import --take-over is for that case: two nodes that write to one store destroy each other's snapshots"}
 	case err != nil:
-		return im.out, unavailable(causeOf(ctx, err), "import")
+		return im.out, unavailable(causeOf(ctx, err), "the import did not come to its end")
 	}
 	return im.out, nil
 }

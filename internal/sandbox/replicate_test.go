@@ -330,16 +330,18 @@ func TestEvict(t *testing.T) {
 	h.remote.SetDown(false)
 	h.resume(s.ID)
 	h.hibernate(s.ID)
-	dropped := false
+	var dropped atomic.Bool
 	h.hook.set(func(_ context.Context, step sandboxtest.Step) error {
-		dropped = dropped || step.Name == "drop cache"
+		if step.Name == "drop cache" {
+			dropped.Store(true)
+		}
 		return nil
 	})
 	out, err := h.core.Evict(t.Context(), s.ID, sandbox.EvictOptions{Local: true, Parked: true})
-	if err != nil || out.Packs != 1 || out.Bytes != 4096 || dropped {
+	if err != nil || out.Packs != 1 || out.Bytes != 4096 || dropped.Load() {
 		t.Errorf("evicted %+v, %v", out, err)
 	}
-	if out, err = h.core.Evict(t.Context(), s.ID, sandbox.EvictOptions{PageCache: true}); err != nil || out != (sandbox.Evicted{}) || !dropped {
+	if out, err = h.core.Evict(t.Context(), s.ID, sandbox.EvictOptions{PageCache: true}); err != nil || out != (sandbox.Evicted{}) || !dropped.Load() {
 		t.Errorf("evicted %+v, %v", out, err)
 	}
 	_, err = h.core.Evict(t.Context(), "nobody", sandbox.EvictOptions{})

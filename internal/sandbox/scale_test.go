@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"runtime"
+	"sync"
 	"testing"
 
 	"github.com/hibernacle/hibernacle/internal/blob/disk"
@@ -76,9 +77,12 @@ func TestSleepersCostNothing(t *testing.T) {
 	h.w.Truth = &many.Catalog
 	begun := runtime.NumGoroutine()
 	h.options = []func(*sandbox.Config){func(c *sandbox.Config) { c.Catalog = &many.Catalog }}
+	var mu sync.Mutex
 	steps := map[string]int{}
 	h.d, h.hook = h.w.Daemon(), new(hook)
 	h.d.Hook = func(_ context.Context, s sandboxtest.Step) error {
+		mu.Lock()
+		defer mu.Unlock()
 		steps[s.Name]++
 		return nil
 	}
@@ -93,6 +97,8 @@ func TestSleepersCostNothing(t *testing.T) {
 		t.Fatalf("%d sandboxes", len(list))
 	}
 	h.get("name-17")
+	mu.Lock()
+	defer mu.Unlock()
 	delete(steps, "orphans")
 	if len(steps) != 0 {
 		t.Errorf("it took steps: %v", steps)
