@@ -15,6 +15,7 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -152,6 +153,10 @@ func makePrivate(dir string, mode fs.FileMode) error {
 	return nil
 }
 
+// lockGrace is how long a daemon that was killed may hold its data folder: a
+// process that it was starting at that moment has the lock until it is one of its own.
+const lockGrace = 2 * time.Second
+
 // lock takes the data folder for this process until the file is closed.
 func (f Folders) lock() (*os.File, error) {
 	path := filepath.Join(f.Data, "daemon.lock")
@@ -160,6 +165,10 @@ func (f Folders) lock() (*os.File, error) {
 		return nil, fmt.Errorf("lock the data folder: %w", err)
 	}
 	err = unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	for end := time.Now().Add(lockGrace); errors.Is(err, unix.EWOULDBLOCK) && time.Now().Before(end); {
+		time.Sleep(10 * time.Millisecond)
+		err = unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	}
 	if errors.Is(err, unix.EWOULDBLOCK) {
 		pid, _ := io.ReadAll(io.LimitReader(file, 20))
 		file.Close()

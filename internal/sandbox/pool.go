@@ -14,7 +14,7 @@ import (
 
 // pooledBytes is about what a machine of the pool takes up: its shim and a VMM
 // whose guest has not run (docs/decisions/0077).
-const pooledBytes = 64 << 20
+const pooledBytes = 16 << 20
 
 // poolKey is what is settled about a machine before it is known whose it will be.
 type poolKey struct {
