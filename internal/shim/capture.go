@@ -144,10 +144,6 @@ func (h *host) seal(ctx context.Context, req CaptureRequest) (CaptureReport, err
 		return CaptureReport{}, err
 	}
 	h.workset.learn(ctx)
-	var worksetReport *WorkingSetReport
-	if h.parent != nil {
-		worksetReport = h.workset.report(ctx, h.parent.Ref().ID)
-	}
 	dirty, err := h.dirtyPages(ctx, req.Full)
 	if err != nil {
 		return CaptureReport{}, err
@@ -171,7 +167,7 @@ func (h *host) seal(ctx context.Context, req CaptureRequest) (CaptureReport, err
 	report := CaptureReport{
 		Snapshot: ref, Metadata: meta, Phases: watch.phases, Warnings: warnings,
 		PauseMS:    float64(time.Since(paused).Microseconds()) / 1000,
-		WorkingSet: worksetReport,
+		WorkingSet: h.workset.report(ctx, h.parent),
 	}
 	return report, h.markSealed(ctx, &report)
 }

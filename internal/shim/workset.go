@@ -104,13 +104,14 @@ func (w *workset) get() snapshot.WorkingSet {
 	return w.set
 }
 
-// report compares what was prefetched with what the guest touched, for a
-// machine that was resumed from snapshot id; of others there is nothing to say.
-func (w *workset) report(ctx context.Context, id snapshot.ID) *WorkingSetReport {
+// report compares what was prefetched with what the guest touched since it was
+// resumed from parent. Of a machine that booted, or was parked since, there is
+// nothing to say.
+func (w *workset) report(ctx context.Context, parent *snapshot.Snapshot) *WorkingSetReport {
 	w.mu.Lock()
 	src := w.source
 	w.mu.Unlock()
-	if src == nil || src.id != id {
+	if src == nil || parent == nil || src.id != parent.Ref().ID {
 		return nil
 	}
 	present, err := src.machine.PresentPages(ctx)
