@@ -68,10 +68,27 @@ func (r *runner) states(ctx context.Context) error {
 	return nil
 }
 
+// apart gives the remote states of each workload a subject of their own: packs
+// that were let go of stay away for the resumes that follow.
+func apart(group []planned) []planned {
+	var all []planned
+	for _, p := range group {
+		local, remote := p, p
+		local.caches = slices.DeleteFunc(slices.Clone(p.caches), isRemote)
+		remote.caches = slices.DeleteFunc(slices.Clone(p.caches), func(c string) bool { return !isRemote(c) })
+		for _, part := range []planned{local, remote} {
+			if len(part.caches) > 0 {
+				all = append(all, part)
+			}
+		}
+	}
+	return all
+}
+
 // group measures subjects whose samples are taken in turns.
 func (r *runner) group(ctx context.Context, group []planned) error {
 	var steps []*step
-	for _, p := range group {
+	for _, p := range apart(group) {
 		s, err := r.newSubject(ctx, workloadOf(p.workload), p.memory, warmups)
 		if errors.Is(err, errAbsent) {
 			r.note("%s: skipped, %v", p.workload, err)
