@@ -87,7 +87,7 @@ func apart(group []planned) []planned {
 
 // group measures subjects whose samples are taken in turns.
 func (r *runner) group(ctx context.Context, group []planned) error {
-	var steps []*step
+	var ready []func() []*step // asked once all are prepared: whether there is a pool is known then
 	for _, p := range apart(group) {
 		s, err := r.newSubject(ctx, workloadOf(p.workload), p.memory, warmups)
 		if errors.Is(err, errAbsent) {
@@ -97,7 +97,11 @@ func (r *runner) group(ctx context.Context, group []planned) error {
 		if err != nil {
 			return fmt.Errorf("prepare %s: %w", p.workload, err)
 		}
-		steps = append(steps, s.steps(p.caches)...)
+		ready = append(ready, func() []*step { return s.steps(p.caches) })
+	}
+	var steps []*step
+	for _, of := range ready {
+		steps = append(steps, of()...)
 	}
 	if p := group[0]; p.workload == workloadPython50 && slices.Contains(p.caches, CacheWarm) {
 		peer, err := r.newPeer(ctx, p.memory)
@@ -116,7 +120,7 @@ func (r *runner) group(ctx context.Context, group []planned) error {
 func (s *subject) steps(caches []string) []*step {
 	var steps []*step
 	for _, cache := range caches {
-		if cache == CacheFresh && !s.pool {
+		if cache == CacheFresh && !s.hasPool(s.memory) {
 			continue // warm is that already
 		}
 		for _, v := range variants(cache) {
