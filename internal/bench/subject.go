@@ -187,7 +187,7 @@ func (s *subject) awake(ctx context.Context, k key) error {
 			return err
 		}
 	}
-	for range 2 {  // the request and what it needs are warm afterwards
+	for range 2 { // the request and what it needs are warm afterwards
 		if err := s.ask(ctx); err != nil {
 			return s.failed(ctx, k, err)
 		}
