@@ -169,8 +169,9 @@ type runner struct {
 	opts   Options
 	meta   Meta
 
-	own  sync.Mutex
-	mine map[string]struct{} // sandboxes that were made and not deleted
+	own   sync.Mutex
+	mine  map[string]struct{} // sandboxes that were made and not deleted
+	pools map[int]bool        // sizes of memory for which a VMM came from the pool
 }
 
 func newRunner(ctx context.Context, target Target, o Options) (*runner, error) {
@@ -178,7 +179,7 @@ func newRunner(ctx context.Context, target Target, o Options) (*runner, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &runner{collector: newCollector(), target: target, opts: o, meta: newMeta(version), mine: map[string]struct{}{}}, nil
+	return &runner{collector: newCollector(), target: target, opts: o, meta: newMeta(version), mine: map[string]struct{}{}, pools: map[int]bool{}}, nil
 }
 
 func (r *runner) result() Result {
@@ -195,6 +196,20 @@ func (r *runner) say(format string, args ...any) {
 }
 
 func (r *runner) wantsCache(name string) bool { return slices.Contains(r.opts.Caches, name) }
+
+// pooled notes that a sandbox of a size got its VMM from the pool.
+func (r *runner) pooled(memory int) {
+	r.own.Lock()
+	defer r.own.Unlock()
+	r.pools[memory] = true
+}
+
+// hasPool tells whether the daemon keeps VMMs for sandboxes of a size.
+func (r *runner) hasPool(memory int) bool {
+	r.own.Lock()
+	defer r.own.Unlock()
+	return r.pools[memory]
+}
 
 // create makes a sandbox that is deleted at the end, at the latest.
 func (r *runner) create(ctx context.Context, memory int, cold bool) (api.Sandbox, error) {

@@ -3,6 +3,7 @@ package bench
 import (
 	"context"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/hibernacle/hibernacle/api"
@@ -25,6 +26,9 @@ const (
 
 // Caches are the names of all cache states.
 var Caches = []string{CacheAwake, CacheParked, CacheWarm, CacheFresh, CacheCold, CacheLongIdle, CacheRemote0, CacheRemote20, CacheRemote50}
+
+// isRemote tells whether a state has no local packs.
+func isRemote(cache string) bool { return strings.HasPrefix(cache, "remote_") }
 
 // quickCaches are those of a quick run.
 var quickCaches = []string{CacheAwake, CacheParked, CacheWarm, CacheCold, CacheRemote20}

@@ -106,7 +106,7 @@ func (d *fakeDaemon) HibernateWith(_ context.Context, id string, req api.Hiberna
 	defer d.mu.Unlock()
 	b.sleeps++
 	d.uploaded += 1e6
-	b.State, b.Parked, b.cold, b.gone = api.StateStandby, d.parks && !req.NoPark, false, false
+	b.State, b.Parked, b.cold = api.StateStandby, d.parks && !req.NoPark, false // old packs that are gone stay away
 	b.Snapshot = &api.Snapshot{DirtyBytes: 4e6}
 	b.LastHibernate = &api.HibernateReport{WorkingSet: w}
 	if d.remote {

@@ -44,7 +44,12 @@ func RunOwn(ctx context.Context, target Target, o Options, own Own) (res Result,
 	if err := s.warmUp(ctx, 1); err != nil {
 		return res, err
 	}
-	err = r.interleave(ctx, s.steps(o.Caches))
+	// There is one sandbox only, so what its remote states let go of comes last.
+	for _, p := range apart([]planned{{caches: o.Caches}}) {
+		if err = r.interleave(ctx, s.steps(p.caches)); err != nil {
+			break
+		}
+	}
 	res = r.result()
 	res.Bars = []Bar{} // they are about other workloads
 	return res, err

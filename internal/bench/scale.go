@@ -123,8 +123,9 @@ func (r *runner) restart(ctx context.Context) error {
 	return nil
 }
 
-// settleTime is how long a daemon may still be busy with what came before.
-const settleTime = 5 * time.Second
+// settleTime is how long a daemon may still be busy with what came before: it
+// collects garbage half a minute after a start or a deletion.
+const settleTime = 45 * time.Second
 
 // idleCPU returns the processor time that the daemon uses while nobody asks it
 // for anything.
@@ -133,6 +134,11 @@ func (r *runner) idleCPU(ctx context.Context, what string) (time.Duration, error
 	pid, err := r.opts.Host.PID()
 	if err != nil {
 		return 0, err
+	}
+	if _, err := r.settled(ctx); err != nil { // uploads are over
+		if _, ok := errors.AsType[notInPlace](err); !ok {
+			return 0, err
+		}
 	}
 	if err := sleep(ctx, settleTime); err != nil {
 		return 0, err

@@ -68,10 +68,27 @@ func (r *runner) states(ctx context.Context) error {
 	return nil
 }
 
+// apart gives the remote states of each workload a subject of their own: packs
+// that were let go of stay away for the resumes that follow.
+func apart(group []planned) []planned {
+	var all []planned
+	for _, p := range group {
+		local, remote := p, p
+		local.caches = slices.DeleteFunc(slices.Clone(p.caches), isRemote)
+		remote.caches = slices.DeleteFunc(slices.Clone(p.caches), func(c string) bool { return !isRemote(c) })
+		for _, part := range []planned{local, remote} {
+			if len(part.caches) > 0 {
+				all = append(all, part)
+			}
+		}
+	}
+	return all
+}
+
 // group measures subjects whose samples are taken in turns.
 func (r *runner) group(ctx context.Context, group []planned) error {
-	var steps []*step
-	for _, p := range group {
+	var ready []func() []*step // asked once all are prepared: whether there is a pool is known then
+	for _, p := range apart(group) {
 		s, err := r.newSubject(ctx, workloadOf(p.workload), p.memory, warmups)
 		if errors.Is(err, errAbsent) {
 			r.note("%s: skipped, %v", p.workload, err)
@@ -80,7 +97,11 @@ func (r *runner) group(ctx context.Context, group []planned) error {
 		if err != nil {
 			return fmt.Errorf("prepare %s: %w", p.workload, err)
 		}
-		steps = append(steps, s.steps(p.caches)...)
+		ready = append(ready, func() []*step { return s.steps(p.caches) })
+	}
+	var steps []*step
+	for _, of := range ready {
+		steps = append(steps, of()...)
 	}
 	if p := group[0]; p.workload == workloadPython50 && slices.Contains(p.caches, CacheWarm) {
 		peer, err := r.newPeer(ctx, p.memory)
@@ -99,7 +120,7 @@ func (r *runner) group(ctx context.Context, group []planned) error {
 func (s *subject) steps(caches []string) []*step {
 	var steps []*step
 	for _, cache := range caches {
-		if cache == CacheFresh && !s.pool {
+		if cache == CacheFresh && !s.hasPool(s.memory) {
 			continue // warm is that already
 		}
 		for _, v := range variants(cache) {

@@ -21,7 +21,6 @@ type subject struct {
 	workload workload
 	memory   int
 	id       string
-	pool     bool // the daemon's pool has VMMs for it
 	asleep   bool // it is in standby
 	before   *key // of the resume that it runs since, if that counts
 	seed     int
@@ -63,11 +62,16 @@ func (s *subject) warmUp(ctx context.Context, cycles int) error {
 			return err
 		}
 		s.hibernated(s.workload.name, s.memory, since(begun), sb)
+		if err := sleep(ctx, poolRest); err != nil {
+			return err
+		}
 		sb, err = s.target.ResumeWith(ctx, s.id, api.ResumeRequest{NoParked: true})
 		if err != nil {
 			return err
 		}
-		s.pool = s.pool || sb.LastResume != nil && sb.LastResume.Pooled
+		if sb.LastResume != nil && sb.LastResume.Pooled {
+			s.pooled(s.memory)
+		}
 		if err := s.ask(ctx); err != nil {
 			return err
 		}
@@ -87,7 +91,7 @@ func (s *subject) ask(ctx context.Context) error {
 // key returns the key of the subject's rows.
 func (s *subject) key(v variant, metric string) key {
 	k := key{workload: s.workload.name, cache: v.cache, prefetch: v.prefetch, concurrency: 1, memory: s.memory, peer: PeerSelf, metric: metric}
-	if v.pool && !s.pool {
+	if v.pool && !s.hasPool(s.memory) {
 		k.cache += noPool
 	}
 	return k
@@ -123,7 +127,7 @@ func (s *subject) sample(ctx context.Context, v variant) error {
 		}
 		return s.failed(ctx, first, err)
 	}
-	if v.pool && s.pool {
+	if v.pool && s.hasPool(s.memory) {
 		if err := sleep(ctx, poolRest); err != nil {
 			return err
 		}
@@ -138,7 +142,7 @@ func (s *subject) sample(ctx context.Context, v variant) error {
 	case sb.LastResume == nil:
 		return notInPlace{"the daemon does not report the resume"}
 	}
-	if reason := v.check(*sb.LastResume, v.pool && s.pool); reason != "" {
+	if reason := v.check(*sb.LastResume, v.pool && s.hasPool(s.memory)); reason != "" {
 		return notInPlace{reason}
 	}
 	s.record(v, took, *sb.LastResume)
@@ -178,8 +182,12 @@ func (s *subject) wake(ctx context.Context, v variant, begun time.Time) (float64
 
 // awake measures the request to the sandbox while it runs.
 func (s *subject) awake(ctx context.Context, k key) error {
-	s.before = nil // more than a first answer comes after the resume
-	for range 2 {  // the request and what it needs are warm afterwards
+	if s.before != nil { // what it read on demand so far is told by a hibernation
+		if _, err := s.hibernate(ctx, false); err != nil {
+			return err
+		}
+	}
+	for range 2 { // the request and what it needs are warm afterwards
 		if err := s.ask(ctx); err != nil {
 			return s.failed(ctx, k, err)
 		}
