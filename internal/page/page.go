@@ -33,6 +33,23 @@ func Total(runs []Run) uint64 {
 	return n
 }
 
+// Split cuts runs behind their first n pages. The argument is not changed.
+func Split(runs []Run, n uint64) (head, rest []Run) {
+	for i, r := range runs {
+		if r.Count <= n {
+			n -= r.Count
+			continue
+		}
+		head, rest = slices.Clone(runs[:i]), slices.Clone(runs[i:])
+		if n > 0 {
+			head = append(head, Run{r.First, n})
+			rest[0] = Run{r.First + n, r.Count - n}
+		}
+		return head, rest
+	}
+	return runs, nil
+}
+
 // Append adds page n to runs, whose last run it extends where it is adjacent,
 // and returns the result. Pages must be added in ascending order.
 func Append(runs []Run, n uint64) []Run {

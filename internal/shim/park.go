@@ -144,12 +144,10 @@ func (h *host) cutStreams() {
 func (r *StartReport) subtract(before StartReport) {
 	r.BytesRead -= before.BytesRead
 	r.Faults -= before.Faults
-	r.DemandPages -= before.DemandPages
 	r.PrefetchedBytes -= before.PrefetchedBytes
 	r.DemandPages -= before.DemandPages
 	r.BytesFetched -= before.BytesFetched
 	r.WorkingSetBytes = 0 // it is the one of the resume before
-	r.BytesFetched -= before.BytesFetched
 }
 
 // privateMemory returns the bytes of memory that only these processes use:

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"os"
+	"reflect"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -240,5 +241,14 @@ func TestPrivateMemory(t *testing.T) {
 	}
 	if _, err := privateMemory(os.Getpid(), 1<<30); err == nil {
 		t.Error("a process that is not there was measured")
+	}
+}
+
+// A report of an unpark counts what happened since, each counter once.
+func TestSubtract(t *testing.T) {
+	after := StartReport{BytesRead: 30, Faults: 9, DemandPages: 8, PrefetchedBytes: 70, BytesFetched: 50, WorkingSetBytes: 6, Remote: true}
+	after.subtract(StartReport{BytesRead: 10, Faults: 4, DemandPages: 5, PrefetchedBytes: 60, BytesFetched: 20, WorkingSetBytes: 6})
+	if want := (StartReport{BytesRead: 20, Faults: 5, DemandPages: 3, PrefetchedBytes: 10, BytesFetched: 30, Remote: true}); !reflect.DeepEqual(after, want) {
+		t.Errorf("%+v, want %+v", after, want)
 	}
 }

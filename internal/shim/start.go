@@ -146,6 +146,7 @@ func (h *host) wake(ctx context.Context, req ResumeRequest) (StartReport, error)
 		return StartReport{}, err
 	}
 	watch.lap("unpause")
+	h.workset.runs()
 	if err := failpoint.Hit(ctx, failUnpaused); err != nil {
 		return StartReport{}, err
 	}

@@ -23,6 +23,8 @@ const learnFor = 3 * time.Second
 type workset struct {
 	background sync.WaitGroup
 
+	awake chan struct{} // closed when the guest runs
+
 	mu      sync.Mutex
 	source  *resumed // nil before start and after stop
 	cancel  context.CancelFunc
@@ -42,6 +44,11 @@ type resumed struct {
 	since   time.Time
 }
 
+// headPages is how much is pushed before the guest runs. Until then the load of
+// the device state needs the processors that pushing takes; from then on the guest
+// waits for pages. Those that it was seen to wait for are at a set's beginning.
+const headPages = 256
+
 // start begins the prefetch, unless it is not wanted, and the learning. It
 // returns a warning if the snapshot's working set is damaged.
 func (w *workset) start(repo *snapshot.Repository, snap *snapshot.Snapshot, slot *pager.Slot, machine vmm.Machine, prefetch bool) (warning string) {
@@ -57,10 +64,9 @@ func (w *workset) start(repo *snapshot.Repository, snap *snapshot.Snapshot, slot
 	w.mu.Lock()
 	w.source, w.cancel = src, cancel
 	w.mu.Unlock()
+	w.awake = make(chan struct{})
 	if prefetch && len(src.members) > 0 {
-		w.background.Go(func() {
-			_, _ = slot.Prefetch(ctx, src.members) // a page that can't be read fails where it is needed
-		})
+		w.background.Go(func() { w.prefetch(ctx, src, snap.Remote()) })
 	}
 	w.background.Go(func() {
 		select {
@@ -71,6 +77,24 @@ func (w *workset) start(repo *snapshot.Repository, snap *snapshot.Snapshot, slot
 	})
 	return warning
 }
+
+// prefetch pushes the working set: all of it at once where it comes from another
+// machine, whose answers take longer than the start.
+func (w *workset) prefetch(ctx context.Context, src *resumed, remote bool) {
+	head, rest := src.members, []page.Run(nil)
+	if !remote {
+		head, rest = page.Split(src.members, headPages)
+	}
+	_, _ = src.slot.Prefetch(ctx, head) // a page that can't be read fails where it is needed
+	select {
+	case <-w.awake:
+		_, _ = src.slot.Prefetch(ctx, rest)
+	case <-ctx.Done():
+	}
+}
+
+// runs says that the guest of start runs.
+func (w *workset) runs() { close(w.awake) }
 
 // learn settles, once, what the working set is. A snapshot that had none gets
 // this one.

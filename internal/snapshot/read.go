@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"sync"
 
 	"golang.org/x/sync/errgroup"
@@ -99,6 +100,9 @@ func (s *Snapshot) openPacks(ctx context.Context, store blob.Store) error {
 	}
 	return g.Wait()
 }
+
+// Remote reports whether packs of the snapshot are on another machine.
+func (s *Snapshot) Remote() bool { return slices.ContainsFunc(s.packs, (*pack.Reader).Remote) }
 
 // isRemote reports whether each read of o costs a request to another machine.
 func isRemote(o blob.Object) bool {
