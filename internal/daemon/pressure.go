@@ -84,9 +84,13 @@ func (p pressure) isLow() bool {
 
 // isBelow reports whether less than so many bytes are available.
 func isBelow(bytes int64) bool {
-	available, err := availableMemory("/proc/meminfo")
+	available, err := AvailableMemory()
 	return err == nil && available < bytes
 }
+
+// AvailableMemory returns how many bytes new work on this host can have without
+// swapping.
+func AvailableMemory() (int64, error) { return availableMemory("/proc/meminfo") }
 
 // availableMemory reads how many bytes new work can have without swapping.
 func availableMemory(meminfo string) (int64, error) {

@@ -1,7 +1,6 @@
 package doctor
 
 import (
-	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -9,8 +8,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strconv"
-	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -86,7 +83,7 @@ func (h Host) disk() Check {
 // memory checks the room for running guests; standby needs none.
 func memory() Check {
 	const name = "memory"
-	available, err := memAvailable()
+	available, err := daemon.AvailableMemory()
 	if err != nil {
 		return warn(name, err.Error(), "mount /proc")
 	}
@@ -98,23 +95,6 @@ func memory() Check {
 		return warn(name, detail+", little for guests of 2 GiB", "make smaller sandboxes: hib create --memory 512")
 	}
 	return pass(name, detail)
-}
-
-// memAvailable returns the bytes that new programs can have.
-func memAvailable() (int64, error) {
-	f, err := os.Open("/proc/meminfo")
-	if err != nil {
-		return 0, err
-	}
-	defer f.Close()
-	lines := bufio.NewScanner(f)
-	for lines.Scan() {
-		if rest, ok := strings.CutPrefix(lines.Text(), "MemAvailable:"); ok {
-			kib, err := strconv.ParseInt(strings.TrimSuffix(strings.TrimSpace(rest), " kB"), 10, 64)
-			return kib << 10, err
-		}
-	}
-	return 0, errors.New("/proc/meminfo has no MemAvailable")
 }
 
 // daemonPatience bounds the wait for the daemon of the data folder.
