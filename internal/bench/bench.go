@@ -163,6 +163,7 @@ func Run(ctx context.Context, target Target, o Options) (Result, error) {
 		if err := scenarios[name](ctx); err != nil {
 			return r.result(), fmt.Errorf("%s: %w", name, err)
 		}
+		r.done(1)
 		r.say("%s took %s", name, time.Since(begun).Round(time.Second))
 		r.fact(Fact{Name: name + ".duration", Value: time.Since(begun).Seconds(), Unit: "s"})
 	}

@@ -20,6 +20,7 @@ import (
 type fakeDaemon struct {
 	parks, pools, evicts, remote, restarts bool // what it has
 	failResume                             func(n int) error
+	poolEmpty                              func(n int) bool // nil: never
 
 	mu      sync.Mutex
 	boxes   map[string]*fakeBox
@@ -149,7 +150,7 @@ func (d *fakeDaemon) ResumeWith(_ context.Context, id string, req api.ResumeRequ
 	switch {
 	case b.Parked && !req.NoParked:
 		r.Tier, first, vmm = "parked", costAnswer, costUnpark
-	case d.pools && !req.NoPool:
+	case d.pools && !req.NoPool && (d.poolEmpty == nil || !d.poolEmpty(n)):
 		r.Pooled, vmm = true, costPooled
 	}
 	if r.Tier == "local" && !req.NoPrefetch {
