@@ -41,6 +41,10 @@ type Sandbox struct {
 type Replication struct {
 	State string `json:"state"`           // "local", "replicating" or "replicated"
 	Error string `json:"error,omitempty"` // why the last try failed; it is tried again
+	// SentBytes is what the remote store took for this snapshot since the daemon's
+	// start, once it is replicated. Objects that it had already and those of the
+	// template do not count.
+	SentBytes int64 `json:"sent_bytes,omitempty"`
 }
 
 // HibernateRequest is the optional body of a hibernation.
@@ -93,13 +97,14 @@ type HibernateReport struct {
 }
 
 // WorkingSetReport compares what was prefetched with what the guest touched, in
-// pages of 4 KiB.
+// pages of 4 KiB where nothing else is said.
 type WorkingSetReport struct {
-	Pages        int64 `json:"pages"`        // of the working set that the snapshot carried
-	Prefetched   int64 `json:"prefetched"`   // pushed ahead of the guest
-	Late         int64 `json:"late"`         // of the set, but read on demand before they were pushed
-	Missed       int64 `json:"missed"`       // read on demand and not of the set
-	Mispredicted int64 `json:"mispredicted"` // pushed and not touched
+	Pages        int64 `json:"pages"`         // of the working set that the snapshot carried
+	Prefetched   int64 `json:"prefetched"`    // pushed ahead of the guest
+	Late         int64 `json:"late"`          // of the set, but read on demand before they were pushed
+	Missed       int64 `json:"missed"`        // read on demand and not of the set
+	Mispredicted int64 `json:"mispredicted"`  // pushed and not touched
+	BytesFetched int64 `json:"bytes_fetched"` // from the remote store
 }
 
 // ResumeReport says how the last resume (or the creation) went. Phases maps a

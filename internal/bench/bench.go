@@ -42,6 +42,7 @@ type Target interface {
 	Exec(ctx context.Context, id string, req api.ExecRequest) (api.ExecResponse, error)
 	DialPort(ctx context.Context, id string, port int) (net.Conn, error)
 	StoreStatus(ctx context.Context) (api.StoreStatus, error)
+	Host(ctx context.Context) (api.Host, error)
 }
 
 // Peer is a guest with a server that something else than the daemon saved.
@@ -67,6 +68,7 @@ type Host interface {
 type Options struct {
 	Template  string
 	N         int           // samples of each row; slow workloads and cold boots get less
+	Sparse    bool          // half as many of rows that no bar needs
 	Scenarios []string      // of Scenarios
 	Workloads []string      // of Workloads
 	Caches    []string      // of Caches
@@ -101,7 +103,7 @@ var Scenarios = []string{ScenarioCreate, ScenarioStates, ScenarioBurst, Scenario
 func Quick() Options {
 	return Options{
 		N: 5, Scenarios: []string{ScenarioCreate, ScenarioStates, ScenarioBurst, ScenarioCompression},
-		Workloads: []string{workloadShell, workloadPython50}, Caches: quickCaches, MemoryMiB: []int{512},
+		Workloads: []string{workloadShell, workloadPython50}, Caches: judgedCaches, MemoryMiB: []int{512},
 		Burst: []int{8}, Cycles: 30, Scale: 50, IdleFor: 10 * time.Second,
 	}
 }
@@ -109,7 +111,7 @@ func Quick() Options {
 // Full returns everything.
 func Full() Options {
 	return Options{
-		N: 10, Scenarios: Scenarios, Workloads: Workloads, Caches: Caches, MemoryMiB: []int{512, 4096},
+		N: 10, Sparse: true, Scenarios: Scenarios, Workloads: Workloads, Caches: Caches, MemoryMiB: []int{512, 4096},
 		Burst: []int{8, 32}, Cycles: 300, Scale: 1000, IdleFor: time.Minute,
 	}
 }
@@ -154,9 +156,15 @@ func Run(ctx context.Context, target Target, o Options) (Result, error) {
 			continue
 		}
 		begun := time.Now()
+		r.enter(o.weight(name))
+		if err := r.settle(ctx); err != nil {
+			return r.result(), err
+		}
 		if err := scenarios[name](ctx); err != nil {
 			return r.result(), fmt.Errorf("%s: %w", name, err)
 		}
+		r.done(1)
+		r.say("%s took %s", name, time.Since(begun).Round(time.Second))
 		r.fact(Fact{Name: name + ".duration", Value: time.Since(begun).Seconds(), Unit: "s"})
 	}
 	return r.result(), nil
@@ -169,9 +177,11 @@ type runner struct {
 	opts   Options
 	meta   Meta
 
-	own   sync.Mutex
-	mine  map[string]struct{} // sandboxes that were made and not deleted
-	pools map[int]bool        // sizes of memory for which a VMM came from the pool
+	own      sync.Mutex
+	mine     map[string]struct{} // sandboxes that were made and not deleted
+	pools    map[int]bool        // sizes of memory for which a VMM came from the pool
+	poolMost int64               // bytes that the pool was seen to hold
+	pace     pace
 }
 
 func newRunner(ctx context.Context, target Target, o Options) (*runner, error) {
@@ -179,7 +189,8 @@ func newRunner(ctx context.Context, target Target, o Options) (*runner, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &runner{collector: newCollector(), target: target, opts: o, meta: newMeta(version), mine: map[string]struct{}{}, pools: map[int]bool{}}, nil
+	return &runner{collector: newCollector(), target: target, opts: o, meta: newMeta(version),
+		mine: map[string]struct{}{}, pools: map[int]bool{}, pace: newPace(o)}, nil
 }
 
 func (r *runner) result() Result {
@@ -189,10 +200,29 @@ func (r *runner) result() Result {
 	return res
 }
 
+// enter begins a scenario of a weight.
+func (r *runner) enter(weight float64) {
+	r.own.Lock()
+	defer r.own.Unlock()
+	r.pace.enter(weight)
+}
+
+// say tells what is going on, how long the run has taken and how long it will take.
 func (r *runner) say(format string, args ...any) {
-	if r.opts.Progress != nil {
-		r.opts.Progress(fmt.Sprintf(format, args...))
+	if r.opts.Progress == nil {
+		return
 	}
+	r.own.Lock()
+	pace := r.pace.String()
+	r.own.Unlock()
+	r.opts.Progress(fmt.Sprintf("[%s] %s", pace, fmt.Sprintf(format, args...)))
+}
+
+// done tells how much of the scenario is over, from 0 to 1.
+func (r *runner) done(part float64) {
+	r.own.Lock()
+	defer r.own.Unlock()
+	r.pace.part = part
 }
 
 func (r *runner) wantsCache(name string) bool { return slices.Contains(r.opts.Caches, name) }

@@ -95,6 +95,7 @@ func measureAll(t *testing.T, d *fakeDaemon, o Options) Result {
 
 func small() Options {
 	o := Full()
+	o.Sparse = false
 	o.N, o.Burst, o.Cycles, o.Scale, o.IdleFor = 4, []int{3}, 40, 5, time.Second
 	return o
 }
@@ -134,6 +135,21 @@ func TestEverything(t *testing.T) {
 		if r, _ := find(res, selfRow(workloadPython50, CacheAwake, false, 512, MetricHibernate)); r.P50 != costHibernate {
 			t.Errorf("hibernate: %+v", r)
 		}
+		if r, _ := find(res, selfRow(workloadPython50, CacheWarm, true, 512, MetricRunning)); r.N != 4*(1+runningOnly) {
+			t.Errorf("resumes from the pool: %+v", r)
+		}
+		// What was fetched after the resume's report counts, too.
+		if r, _ := find(res, first(workloadPython50, CacheRemote20, true)); r.BytesFetched != 6<<20 || r.WorkingSetBytes != 4<<20 {
+			t.Errorf("fetched: %+v", r)
+		}
+		for name, want := range map[string]float64{
+			"hibernate.phase.write.p50": 40, "hibernate.phase.commit.p50": 10, factDirty: 4,
+			"vcpus_running.phase.vmm.p50": costUnpark, "vcpus_running.phase.state.p50": 2,
+		} {
+			if got, ok := figures(res).fact(name, workloadPython50); !ok || got != want {
+				t.Errorf("%s is %v, want %v", name, got, want)
+			}
+		}
 		boot := selfRow(workloadShell, CacheWarm, false, 512, MetricCreate)
 		boot.peer = PeerBoot
 		if r, _ := find(res, boot); r.P50 != costBoot+costAnswer || r.N != 1 {
@@ -141,7 +157,7 @@ func TestEverything(t *testing.T) {
 		}
 		burst := first(workloadPython50, CacheWarm, true)
 		burst.concurrency = 3
-		if r, _ := find(res, burst); r.N != 3*burstRounds {
+		if r, _ := find(res, burst); r.N != 6 {
 			t.Errorf("burst: %+v", r)
 		}
 		if len(res.Bars) != len(allBars) {
@@ -187,6 +203,47 @@ func TestNothingIsMadeUp(t *testing.T) {
 			if strings.HasPrefix(b.What, "parked") && b.Met != nil {
 				t.Errorf("a bar has a verdict without figures: %+v", b)
 			}
+		}
+	})
+}
+
+// TestPoolThatIsOftenEmpty: what came from the pool is measured as that, if it is less than
+// was asked for, and a note says so.
+func TestPoolThatIsOftenEmpty(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := whole()
+		d.poolEmpty = func(n int) bool { return n%7 != 0 }
+		o := Quick()
+		o.N, o.Scenarios, o.Workloads, o.Caches = 4, []string{ScenarioStates}, []string{workloadPython50}, []string{CacheWarm}
+		res := measureAll(t, d, o)
+		r, ok := find(res, selfRow(workloadPython50, CacheWarm, true, 512, MetricRunning))
+		if !ok || r.N == 0 || r.N >= 4*(1+runningOnly) || r.P50 != costPooled+2 {
+			t.Errorf("%+v", r)
+		}
+		if !slices.ContainsFunc(res.Notes, func(n string) bool { return strings.Contains(n, "of 4 samples") && strings.Contains(n, notPooled) }) {
+			t.Errorf("no note tells of samples that are missing: %q", res.Notes)
+		}
+	})
+}
+
+// TestSparse takes fewer samples of what no bar is about, and says how far it is.
+func TestSparse(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := Full()
+		o.Scenarios, o.Workloads, o.MemoryMiB = []string{ScenarioStates}, []string{workloadPython50, workloadShell}, []int{512}
+		var said []string
+		o.Progress = func(line string) { said = append(said, line) }
+		res := measureAll(t, whole(), o)
+		for k, want := range map[key]int{
+			first(workloadPython50, CacheCold, false): 10, first(workloadPython50, CacheRemote50, true): 5, first(workloadShell, CacheWarm, true): 5,
+			selfRow(workloadPython50, CacheWarm, true, 512, MetricRunning): 30,
+		} {
+			if r, _ := find(res, k); r.N != want {
+				t.Errorf("%+v: %d samples, want %d", k, r.N, want)
+			}
+		}
+		if !strings.Contains(said[len(said)/2], " left] ") || !strings.Contains(said[len(said)-1], "about 0s left] states took ") {
+			t.Errorf("it said %q and ended with %q", said[len(said)/2], said[len(said)-1])
 		}
 	})
 }

@@ -11,8 +11,9 @@ import (
 	"github.com/hibernacle/hibernacle/api"
 )
 
-// burstRounds is how many times each burst is repeated in each state.
-const burstRounds = 2
+// burstRounds returns how many times a burst of a size takes place in each
+// state: until there are N samples.
+func (o Options) burstRounds(size int) int { return max(1, (o.N+size-1)/size) }
 
 // burstMemory is the size of the sandboxes of a burst in MiB.
 const burstMemory = 512
@@ -32,7 +33,9 @@ func (r *runner) bursts(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
-		subjects[i], err = r.newSubject(ctx, workloadOf(workloadPython50), burstMemory, 1)
+		if subjects[i], err = r.newSubject(ctx, workloadOf(workloadPython50), burstMemory, 0); err == nil {
+			err = subjects[i].cycle(ctx)
+		}
 		mu.Lock()
 		defer mu.Unlock()
 		prepared++
@@ -42,8 +45,10 @@ func (r *runner) bursts(ctx context.Context) error {
 	if err != nil {
 		return errors.Join(err, r.deleteAll(ctx))
 	}
-	for range burstRounds {
-		for _, n := range r.opts.Burst {
+	r.done(0.3)
+	for i, n := range r.opts.Burst {
+		for round := range r.opts.burstRounds(n) {
+			r.done(0.3 + 0.7*(float64(i)+float64(round)/float64(r.opts.burstRounds(n)))/float64(len(r.opts.Burst)))
 			for _, cache := range []string{CacheWarm, CacheCold} {
 				if !r.wantsCache(cache) {
 					continue
@@ -77,6 +82,13 @@ func (r *runner) burst(ctx context.Context, subjects []*subject, v variant) erro
 	})
 	if err != nil {
 		return fmt.Errorf("hibernate before a burst: %w", err)
+	}
+	ids := make([]string, len(subjects))
+	for i, s := range subjects {
+		ids[i] = s.id
+	}
+	if err := r.quiet(ctx, ids...); err != nil {
+		return err
 	}
 	for _, sb := range asleep {
 		err := v.arrange(ctx, r.target, sb)

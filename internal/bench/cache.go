@@ -30,8 +30,8 @@ var Caches = []string{CacheAwake, CacheParked, CacheWarm, CacheFresh, CacheCold,
 // isRemote tells whether a state has no local packs.
 func isRemote(cache string) bool { return strings.HasPrefix(cache, "remote_") }
 
-// quickCaches are those of a quick run.
-var quickCaches = []string{CacheAwake, CacheParked, CacheWarm, CacheCold, CacheRemote20}
+// judgedCaches are those that bars are about; a quick run has no others.
+var judgedCaches = []string{CacheAwake, CacheParked, CacheWarm, CacheCold, CacheRemote20}
 
 // noPool is added to the name of a state whose VMM would come from the pool if
 // the daemon had one that fits.
@@ -84,6 +84,9 @@ func (v variant) String() string {
 	return v.cache + " without prefetch"
 }
 
+// notPooled is what check finds where the pool was empty.
+const notPooled = "the VMM did not come from the pool"
+
 // check returns "" if the report shows that the state was in place, and
 // otherwise what was not. pooled tells whether the VMM had to come from the pool.
 func (v variant) check(r api.ResumeReport, pooled bool) string {
@@ -97,7 +100,7 @@ func (v variant) check(r api.ResumeReport, pooled bool) string {
 	case v.tier == "local" && r.BytesFetched != 0:
 		return "something was fetched from the remote store"
 	case pooled && !r.Pooled:
-		return "the VMM did not come from the pool"
+		return notPooled
 	case !pooled && !v.pool && r.Pooled:
 		return "the VMM came from the pool"
 	case v.prefetch && r.PrefetchedBytes == 0 && r.WorkingSetBytes == 0:
@@ -109,7 +112,10 @@ func (v variant) check(r api.ResumeReport, pooled bool) string {
 }
 
 // notInPlace is the error of a sample whose state was not brought about.
-type notInPlace struct{ reason string }
+type notInPlace struct {
+	reason string
+	pool   bool // the VMM did not come from the pool, which other tries may find full
+}
 
 func (e notInPlace) Error() string { return e.reason }
 
@@ -119,38 +125,41 @@ const replicationPatience = 5 * time.Minute
 // arrange brings a sandbox that is in standby into the state of v.
 func (v variant) arrange(ctx context.Context, target Target, sb api.Sandbox) error {
 	if v.tier == "parked" && !sb.Parked {
-		return notInPlace{"the daemon did not park"}
+		return notInPlace{reason: "the daemon did not park"}
 	}
 	if v.evict == (api.EvictRequest{}) {
 		return nil
 	}
 	if v.evict.Local {
-		if err := replicated(ctx, target, sb.ID); err != nil {
+		if err := replicated(ctx, target, sb.ID, replicationPatience); err != nil {
 			return err
 		}
 	}
 	gone, err := target.Evict(ctx, sb.ID, v.evict)
 	switch {
 	case err != nil:
-		return notInPlace{"eviction: " + err.Error()}
+		return notInPlace{reason: "eviction: " + err.Error()}
 	case v.evict.Local && gone.Packs == 0:
-		return notInPlace{"eviction: no local pack was let go of"}
+		return notInPlace{reason: "eviction: no local pack was let go of"}
 	}
 	return nil
 }
 
-// replicated waits until a sandbox's snapshot is in the remote store.
-func replicated(ctx context.Context, target Target, id string) error {
-	waiting, cancel := context.WithTimeout(ctx, replicationPatience)
+// replicated waits, but not longer than patience, until a sandbox's snapshot is
+// in the remote store. It returns a notInPlace error if it does not get there.
+func replicated(ctx context.Context, target Target, id string, patience time.Duration) error {
+	waiting, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	var failure error
 	done := until(waiting, 20*time.Millisecond, func() bool {
 		sb, err := target.Get(waiting, id)
 		switch {
+		case waiting.Err() != nil:
+			return false
 		case err != nil:
 			failure = err
 		case sb.Replication == nil:
-			failure = notInPlace{"the daemon has no remote store"}
+			failure = notInPlace{reason: "the daemon has no remote store"}
 		default:
 			failure = nil
 			return sb.Replication.State == "replicated"
@@ -163,7 +172,7 @@ func replicated(ctx context.Context, target Target, id string) error {
 	case ctx.Err() != nil:
 		return ctx.Err()
 	case !done:
-		return notInPlace{fmt.Sprintf("the snapshot was not replicated within %s", replicationPatience)}
+		return notInPlace{reason: fmt.Sprintf("the snapshot was not replicated within %s", patience)}
 	}
 	return nil
 }

@@ -32,8 +32,14 @@ func (r *runner) history(ctx context.Context, s *subject) error {
 	most := 0
 	for i := range r.opts.Cycles {
 		r.say("cycle %d of %d", i+1, r.opts.Cycles)
+		r.done(float64(i) / float64(r.opts.Cycles))
 		if _, err := r.target.HibernateWith(ctx, s.id, api.HibernateRequest{NoPark: true}); err != nil {
 			return err
+		}
+		if i >= cyclesFirst && i < cyclesFirst+cyclesWindow || i >= r.opts.Cycles-cyclesWindow { // those are compared
+			if err := r.quiet(ctx, s.id); err != nil {
+				return err
+			}
 		}
 		ms, err := s.wake(ctx, variant{resume: api.ResumeRequest{NoParked: true}}, time.Now())
 		if err != nil {
@@ -57,6 +63,9 @@ func (r *runner) history(ctx context.Context, s *subject) error {
 	r.fact(Fact{Name: factEarly, Value: median(early), Unit: "ms"})
 	r.fact(Fact{Name: factLate, Value: median(late), Unit: "ms"})
 	r.fact(Fact{Name: "cycles.slowest", Value: slices.Max(took), Unit: "ms"})
+	if err := r.quiet(ctx); err != nil { // a compaction may be under way
+		return err
+	}
 	store, known, err := r.stored(ctx, s.id)
 	if err != nil || !known {
 		return err
@@ -85,97 +94,55 @@ func (r *runner) stored(ctx context.Context, id string) (sb api.StoreSandbox, kn
 const compressionSteps = 4
 
 // compression compares what the remote store takes with the pages that were
-// found changed. Nothing is deleted meanwhile, or a collection would be counted too.
+// found changed.
 func (r *runner) compression(ctx context.Context) error {
-	err := r.compare(ctx)
-	if missing, ok := errors.AsType[notInPlace](err); ok {
-		r.note("compression: not measured: %s", missing.reason)
-		err = nil
-	}
-	return errors.Join(err, r.deleteAll(ctx))
-}
-
-func (r *runner) compare(ctx context.Context) error {
-	// The first upload brings the template along, which is not the subject.
-	first, err := r.create(ctx, 512, false)
-	if err == nil {
-		_, err = r.target.HibernateWith(ctx, first.ID, api.HibernateRequest{NoPark: true})
-	}
-	if err == nil {
-		err = replicated(ctx, r.target, first.ID)
-	}
-	if err != nil {
-		return err
-	}
-	for _, name := range []string{workloadPython50, workloadGit} {
-		s, err := r.newSubject(ctx, workloadOf(name), 512, 0)
-		if errors.Is(err, errAbsent) {
-			r.note("compression, %s: skipped, %v", name, err)
-			continue
+	for i, name := range []string{workloadPython50, workloadGit} {
+		r.done(float64(i) / 2)
+		err := r.compress(ctx, name)
+		if missing, ok := errors.AsType[notInPlace](err); ok {
+			r.note("compression, %s: not measured: %s", name, missing.reason)
+			err = nil
 		}
-		if err == nil {
-			err = r.uploads(ctx, s)
-		}
-		if err != nil {
+		if err = errors.Join(err, r.deleteAll(ctx)); err != nil {
 			return fmt.Errorf("%s: %w", name, err)
 		}
 	}
 	return nil
 }
 
-// uploads hibernates a subject some times and counts what that uploads.
-func (r *runner) uploads(ctx context.Context, s *subject) error {
+// compress hibernates a workload some times and counts what that uploads.
+func (r *runner) compress(ctx context.Context, name string) error {
+	s, err := r.newSubject(ctx, workloadOf(name), 512, 0)
+	if errors.Is(err, errAbsent) {
+		return notInPlace{reason: err.Error()}
+	}
+	if err != nil {
+		return err
+	}
 	var remote, dirty float64
 	for i := range compressionSteps {
-		r.say("compression, %s: hibernation %d of %d", s.workload.name, i+1, compressionSteps)
+		r.say("compression, %s: hibernation %d of %d", name, i+1, compressionSteps)
 		if err := s.ask(ctx); err != nil {
 			return err
 		}
-		before, err := r.settled(ctx)
+		hibernated, err := r.target.HibernateWith(ctx, s.id, api.HibernateRequest{NoPark: true})
+		if err == nil {
+			err = replicated(ctx, r.target, s.id, replicationPatience)
+		}
 		if err != nil {
 			return err
 		}
-		sb, err := r.target.HibernateWith(ctx, s.id, api.HibernateRequest{NoPark: true})
-		if err != nil {
-			return err
-		}
-		if err := replicated(ctx, r.target, s.id); err != nil {
-			return err
-		}
-		after, err := r.settled(ctx)
-		if err != nil {
-			return err
-		}
-		remote, dirty = remote+float64(max(0, after-before)), dirty+float64(sb.Snapshot.DirtyBytes)
-	}
-	r.fact(Fact{Name: factDirtyBytes, Workload: s.workload.name, MemoryMiB: s.memory, Value: dirty, Unit: "B"})
-	r.fact(Fact{Name: factRemoteBytes, Workload: s.workload.name, MemoryMiB: s.memory, Value: remote, Unit: "B"})
-	return nil
-}
-
-// settled waits until no upload is pending and returns the bytes in the remote store.
-func (r *runner) settled(ctx context.Context) (bytes int64, err error) {
-	waiting, cancel := context.WithTimeout(ctx, replicationPatience)
-	defer cancel()
-	err = notInPlace{"uploads do not come to an end"}
-	until(waiting, 50*time.Millisecond, func() bool {
-		status, failure := r.target.StoreStatus(waiting)
-		if failure != nil {
-			err = failure
-			return true
-		}
-		i := slices.IndexFunc(status.Tiers, func(t api.TierStatus) bool { return t.Tier == "remote" })
+		now, err := r.target.Get(ctx, s.id)
 		switch {
-		case i < 0:
-			err = notInPlace{"the daemon has no remote store"}
-		case status.Tiers[i].Error != "":
-			err = notInPlace{"the remote store is not to be reached: " + status.Tiers[i].Error}
-		case status.Tiers[i].Pending > 0:
-			return false
-		default:
-			bytes, err = status.Tiers[i].Bytes, nil
+		case err != nil:
+			return err
+		case now.Snapshot == nil || hibernated.Snapshot == nil || now.Snapshot.ID != hibernated.Snapshot.ID || now.Replication == nil:
+			r.note("compression, %s: hibernation %d does not count: its snapshot was compacted before it was uploaded", name, i+1)
+			continue
 		}
-		return true
-	})
-	return bytes, err
+		remote, dirty = remote+float64(now.Replication.SentBytes), dirty+float64(now.Snapshot.DirtyBytes)
+	}
+	r.fact(Fact{Name: factDirtyBytes, Workload: name, MemoryMiB: s.memory, Value: dirty, Unit: "B"})
+	r.fact(Fact{Name: factRemoteBytes, Workload: name, MemoryMiB: s.memory, Value: remote, Unit: "B"})
+	return nil
 }

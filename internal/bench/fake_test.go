@@ -20,12 +20,12 @@ import (
 type fakeDaemon struct {
 	parks, pools, evicts, remote, restarts bool // what it has
 	failResume                             func(n int) error
+	poolEmpty                              func(n int) bool // nil: never
 
-	mu       sync.Mutex
-	boxes    map[string]*fakeBox
-	made     int
-	resumes  int
-	uploaded int64
+	mu      sync.Mutex
+	boxes   map[string]*fakeBox
+	made    int
+	resumes int
 }
 
 type fakeBox struct {
@@ -33,6 +33,7 @@ type fakeBox struct {
 	cold, gone bool // since the hibernation: page cache dropped, local packs deleted
 	lazy       bool // it was resumed without prefetch
 	sleeps     int
+	fetched    int64 // since the last resume, in bytes
 }
 
 // What the fake's operations take in milliseconds.
@@ -98,19 +99,18 @@ func (d *fakeDaemon) HibernateWith(_ context.Context, id string, req api.Hiberna
 		return b.Sandbox, err
 	}
 	take(costHibernate)
-	w := &api.WorkingSetReport{Pages: 1000, Prefetched: 1000, Late: 10, Missed: 20}
+	w := &api.WorkingSetReport{BytesFetched: b.fetched, Pages: 1000, Prefetched: 1000, Late: 10, Missed: 20}
 	if b.lazy {
 		w.Prefetched, w.Late, w.Missed = 0, 980, 20
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	b.sleeps++
-	d.uploaded += 1e6
 	b.State, b.Parked, b.cold = api.StateStandby, d.parks && !req.NoPark, false // old packs that are gone stay away
-	b.Snapshot = &api.Snapshot{DirtyBytes: 4e6}
-	b.LastHibernate = &api.HibernateReport{WorkingSet: w}
+	b.Snapshot = &api.Snapshot{ID: fmt.Sprint(b.sleeps), DirtyBytes: 4e6}
+	b.LastHibernate = &api.HibernateReport{WorkingSet: w, Phases: map[string]float64{"freeze": 10, "write": 40, "commit": 10}}
 	if d.remote {
-		b.Replication = &api.Replication{State: "replicated"}
+		b.Replication = &api.Replication{State: "replicated", SentBytes: 1e6}
 	}
 	return b.Sandbox, nil
 }
@@ -150,7 +150,7 @@ func (d *fakeDaemon) ResumeWith(_ context.Context, id string, req api.ResumeRequ
 	switch {
 	case b.Parked && !req.NoParked:
 		r.Tier, first, vmm = "parked", costAnswer, costUnpark
-	case d.pools && !req.NoPool:
+	case d.pools && !req.NoPool && (d.poolEmpty == nil || !d.poolEmpty(n)):
 		r.Pooled, vmm = true, costPooled
 	}
 	if r.Tier == "local" && !req.NoPrefetch {
@@ -167,6 +167,7 @@ func (d *fakeDaemon) ResumeWith(_ context.Context, id string, req api.ResumeRequ
 	if !req.NoPrefetch {
 		penalty /= 10
 	}
+	b.fetched = r.BytesFetched + r.BytesFetched/5 // some of it after the report
 	r.Phases["vmm"] = float64(vmm)
 	take(vmm + first - costAnswer + penalty) // the guest's part comes before the answer; it is the same to the caller
 	b.State, b.Parked, b.LastResume, b.lazy = api.StateRunning, false, r, req.NoPrefetch
@@ -207,12 +208,19 @@ func (d *fakeDaemon) DialPort(ctx context.Context, id string, _ int) (net.Conn, 
 	return ours, nil
 }
 
+func (d *fakeDaemon) Host(context.Context) (api.Host, error) {
+	if !d.pools {
+		return api.Host{}, nil
+	}
+	return api.Host{PoolBytes: 32 << 20}, nil
+}
+
 func (d *fakeDaemon) StoreStatus(context.Context) (api.StoreStatus, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	s := api.StoreStatus{PackBytes: 3e6 * int64(len(d.boxes))}
 	if d.remote {
-		s.Tiers = append(s.Tiers, api.TierStatus{Tier: "remote", Bytes: d.uploaded})
+		s.Tiers = append(s.Tiers, api.TierStatus{Tier: "remote"})
 	}
 	for id, b := range d.boxes {
 		s.Sandboxes = append(s.Sandboxes, api.StoreSandbox{ID: id, Packs: min(b.sleeps, 20), LiveBytes: 100, StoredBytes: 150})

@@ -37,6 +37,7 @@ func RunOwn(ctx context.Context, target Target, o Options, own Own) (res Result,
 		_, err := Ask(ctx, target, id, own.Port, own.Path)
 		return err
 	}}
+	r.enter(o.weight(ScenarioStates))
 	s := &subject{runner: r, workload: w, memory: sb.MemoryMiB, id: sb.ID}
 	if err := s.ask(ctx); err != nil {
 		return res, err
@@ -46,10 +47,11 @@ func RunOwn(ctx context.Context, target Target, o Options, own Own) (res Result,
 	}
 	// There is one sandbox only, so what its remote states let go of comes last.
 	for _, p := range apart([]planned{{caches: o.Caches}}) {
-		if err = r.interleave(ctx, s.steps(p.caches)); err != nil {
+		if err = r.interleave(ctx, s.steps(p.caches), r.done); err != nil {
 			break
 		}
 	}
+	err = errors.Join(err, s.last(ctx))
 	res = r.result()
 	res.Bars = []Bar{} // they are about other workloads
 	return res, err

@@ -3,6 +3,7 @@ package bench
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -115,6 +116,30 @@ type series struct {
 	fetched    []float64 // bytes
 	workingSet []float64 // bytes
 	demand     []float64 // pages read on demand
+	phases     phases    // of resumes
+}
+
+// phases are the milliseconds of each phase, a figure for each report.
+type phases map[string][]float64
+
+// add adds the phases of one report, without those within others.
+func (p phases) add(report map[string]float64) {
+	for name, ms := range report {
+		if !strings.Contains(name, ".") {
+			p[name] = append(p[name], ms)
+		}
+	}
+}
+
+// facts returns the median of each phase as a fact like f, whose name it is added to.
+func (p phases) facts(f Fact) []Fact {
+	var facts []Fact
+	for _, name := range slices.Sorted(maps.Keys(p)) {
+		one := f
+		one.Name, one.Value, one.Unit = f.Name+".phase."+name+".p50", median(p[name]), "ms"
+		facts = append(facts, one)
+	}
+	return facts
 }
 
 // collector gathers samples, facts and notes. Its methods may be called at the
@@ -136,7 +161,7 @@ func (c *collector) of(k key) *series {
 			return s
 		}
 	}
-	s := &series{key: k}
+	s := &series{key: k, phases: phases{}}
 	c.series = append(c.series, s)
 	return s
 }
@@ -171,6 +196,7 @@ type hibernation struct {
 	memory   int
 	ms       float64
 	dirtyMB  float64 // millions of bytes
+	phases   map[string]float64
 }
 
 // share returns what the hibernation took of what it may take.
@@ -183,7 +209,11 @@ func (c *collector) hibernated(workload string, memory int, ms float64, sb api.S
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.slept = append(c.slept, hibernation{workload, memory, ms, float64(sb.Snapshot.DirtyBytes) / 1e6})
+	h := hibernation{workload: workload, memory: memory, ms: ms, dirtyMB: float64(sb.Snapshot.DirtyBytes) / 1e6}
+	if sb.LastHibernate != nil {
+		h.phases = sb.LastHibernate.Phases
+	}
+	c.slept = append(c.slept, h)
 }
 
 // hibernations returns facts about the hibernations of each workload and size.
@@ -193,12 +223,13 @@ func (c *collector) hibernations() []Fact {
 		memory   int
 	}
 	var order []of
-	shares, dirty := map[of][]float64{}, map[of][]float64{}
+	shares, dirty, steps := map[of][]float64{}, map[of][]float64{}, map[of]phases{}
 	for _, h := range c.slept {
 		k := of{h.workload, h.memory}
 		if !slices.Contains(order, k) {
-			order = append(order, k)
+			order, steps[k] = append(order, k), phases{}
 		}
+		steps[k].add(h.phases)
 		shares[k], dirty[k] = append(shares[k], h.share()), append(dirty[k], h.dirtyMB)
 	}
 	var facts []Fact
@@ -211,6 +242,7 @@ func (c *collector) hibernations() []Fact {
 		add(factDirtyMax, slices.Max(dirty[k]), "MB")
 		add(factShare, Quantile(sorted, 0.5), "of the bar")
 		add(factShare95, Quantile(sorted, 0.95), "of the bar")
+		facts = append(facts, steps[k].facts(Fact{Name: MetricHibernate, Workload: k.workload, MemoryMiB: k.memory})...)
 	}
 	return facts
 }
@@ -232,6 +264,9 @@ func (c *collector) rows(accel string) ([]Row, []Fact) {
 	rows, facts := []Row{}, append([]Fact{}, c.facts...)
 	for _, s := range slices.SortedStableFunc(slices.Values(c.series), compareSeries) {
 		rows = append(rows, s.row(accel))
+		if s.explained() {
+			facts = append(facts, s.phases.facts(Fact{Name: MetricRunning, Workload: s.workload, Cache: s.cache, MemoryMiB: s.memory})...)
+		}
 		if len(s.demand) > 0 {
 			facts = append(facts, Fact{Name: factDemand, Workload: s.workload, Cache: s.cache, Prefetch: &s.prefetch,
 				MemoryMiB: s.memory, Value: mean(s.demand), Unit: "pages"})
@@ -257,6 +292,13 @@ func compareSeries(a, b *series) int {
 		-cmp.Compare(a.peer, b.peer),
 		cmp.Compare(prefetchFirst(a), prefetchFirst(b)),
 	)
+}
+
+// explained tells whether the phases of the series are told: of a workload's
+// resumes, one at a time, parked and warm.
+func (s *series) explained() bool {
+	warm := s.cache == CacheWarm || s.cache == CacheWarm+noPool
+	return s.metric == MetricRunning && s.concurrency == 1 && (s.cache == CacheParked || warm && s.prefetch)
 }
 
 func (s *series) row(accel string) Row {

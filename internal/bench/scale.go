@@ -49,7 +49,9 @@ func (r *runner) crowd(ctx context.Context) error {
 		if err == nil {
 			_, err = r.target.HibernateWith(ctx, sb.ID, api.HibernateRequest{NoPark: true})
 		}
-		r.say("scale: %d of %d sandboxes are in standby", done.Add(1), r.opts.Scale)
+		n := done.Add(1)
+		r.say("scale: %d of %d sandboxes are in standby", n, r.opts.Scale)
+		r.done(0.2 + 0.5*float64(n)/float64(r.opts.Scale))
 		return err
 	})
 	if err != nil {
@@ -135,12 +137,10 @@ func (r *runner) idleCPU(ctx context.Context, what string) (time.Duration, error
 	if err != nil {
 		return 0, err
 	}
-	if _, err := r.settled(ctx); err != nil { // uploads are over
-		if _, ok := errors.AsType[notInPlace](err); !ok {
-			return 0, err
-		}
-	}
 	if err := sleep(ctx, settleTime); err != nil {
+		return 0, err
+	}
+	if err := r.settle(ctx); err != nil {
 		return 0, err
 	}
 	before, err := cpuTime(pid)

@@ -8,7 +8,7 @@ kind = sys.argv[3] if len(sys.argv) > 3 else "random"
 
 def records():
     rng, block = random.Random(size), bytearray()
-    while len(block) < min(size, 16 << 20):
+    while len(block) < min(size, 4 << 20):
         block += b"".join(
             b'{"id": %d, "name": "user %d", "email": "u%d@example.org", "score": %.6f, "active": %s, "tags": ["%x", "%x"]}\n'
             % (i, i * 7, i * 7, rng.random() * 100, b"true" if i & 3 else b"false", rng.getrandbits(16), rng.getrandbits(16))

@@ -57,8 +57,9 @@ func (r *runner) states(ctx context.Context) error {
 	if len(groups) == 0 {
 		r.note("states: no workload has the chosen size of memory and cache states")
 	}
-	for _, group := range groups {
-		if err := r.group(ctx, group); err != nil {
+	for i, group := range groups {
+		over := func(part float64) { r.done((float64(i) + part) / float64(len(groups))) }
+		if err := r.group(ctx, group, over); err != nil {
 			return errors.Join(err, r.deleteAll(ctx))
 		}
 		if err := r.deleteAll(ctx); err != nil {
@@ -85,8 +86,9 @@ func apart(group []planned) []planned {
 	return all
 }
 
-// group measures subjects whose samples are taken in turns.
-func (r *runner) group(ctx context.Context, group []planned) error {
+// group measures subjects whose samples are taken in turns. over hears how much is done.
+func (r *runner) group(ctx context.Context, group []planned, over func(part float64)) error {
+	var subjects []*subject
 	var ready []func() []*step // asked once all are prepared: whether there is a pool is known then
 	for _, p := range apart(group) {
 		s, err := r.newSubject(ctx, workloadOf(p.workload), p.memory, warmups)
@@ -97,6 +99,7 @@ func (r *runner) group(ctx context.Context, group []planned) error {
 		if err != nil {
 			return fmt.Errorf("prepare %s: %w", p.workload, err)
 		}
+		subjects = append(subjects, s)
 		ready = append(ready, func() []*step { return s.steps(p.caches) })
 	}
 	var steps []*step
@@ -113,8 +116,20 @@ func (r *runner) group(ctx context.Context, group []planned) error {
 			steps = append(steps, r.migrations(peer, p))
 		}
 	}
-	return r.interleave(ctx, steps)
+	if err := r.interleave(ctx, steps, over); err != nil {
+		return err
+	}
+	for _, s := range subjects {
+		if err := s.last(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
 }
+
+// runningOnly is how many resumes of a warm sandbox, beside those that are asked for
+// an answer, are measured in each round: what a p99 of them is held against needs many.
+const runningOnly = 2
 
 // steps returns the steps of a subject for cache states.
 func (s *subject) steps(caches []string) []*step {
@@ -126,9 +141,17 @@ func (s *subject) steps(caches []string) []*step {
 		for _, v := range variants(cache) {
 			steps = append(steps, &step{
 				name:  fmt.Sprintf("%s, %d MiB, %s", s.workload.name, s.memory, v),
-				every: s.workload.share,
+				every: s.every(v),
 				do:    func(ctx context.Context) error { return s.sample(ctx, v) },
 			})
+		}
+		if cache == CacheWarm && s.workload.name == workloadPython50 && s.memory == 512 {
+			v := variants(cache)[0]
+			resume := step{name: fmt.Sprintf("%s, resume alone", v), every: 1, do: func(ctx context.Context) error { return s.sampleRunning(ctx, v) }}
+			for range runningOnly {
+				again := resume
+				steps = append(steps, &again)
+			}
 		}
 	}
 	return steps
@@ -157,6 +180,9 @@ func (r *runner) newPeer(ctx context.Context, memory int) (Peer, error) {
 func (r *runner) migrations(peer Peer, p planned) *step {
 	k := key{workload: p.workload, cache: CacheWarm, concurrency: 1, memory: p.memory, peer: PeerMigrate, metric: MetricFirst}
 	return &step{name: "QEMU's own restore", every: 1, do: func(ctx context.Context) error {
+		if err := r.quiet(ctx); err != nil {
+			return err
+		}
 		took, err := peer.Restore(ctx, "/")
 		switch {
 		case ctx.Err() != nil:
@@ -176,23 +202,26 @@ type step struct {
 	every int // rounds for one sample
 	do    func(context.Context) error
 
+	asked         int      // for samples
 	taken, failed int      // samples, failures in a row
+	empty         bool     // it was missed last because the pool was empty
 	missed        []string // why the state was not in place, a line for each try
 }
 
-// What a step may miss before it is left out: states that were not in place,
-// at first and in all, and failures in a row.
+// What a step may miss before it is left out: states that were not in place at
+// first, for a reason that does not pass, and failures in a row.
 const (
 	firstMisses = 3
 	maxFailures = 3
 )
 
 // interleave lets the steps take turns until each has its samples, in another
-// order each round.
-func (r *runner) interleave(ctx context.Context, steps []*step) error {
+// order each round. over hears how much is done.
+func (r *runner) interleave(ctx context.Context, steps []*step, over func(part float64)) error {
 	for round := range r.opts.N {
 		order := rand.New(rand.NewPCG(1, uint64(round))).Perm(len(steps))
-		for _, i := range order {
+		for turn, i := range order {
+			over((float64(round) + float64(turn)/float64(len(order))) / float64(r.opts.N))
 			st := steps[i]
 			if st == nil || round%st.every != 0 {
 				continue
@@ -201,7 +230,7 @@ func (r *runner) interleave(ctx context.Context, steps []*step) error {
 			if err := r.turn(ctx, st); err != nil {
 				return err
 			}
-			if st.failed >= maxFailures || st.taken == 0 && len(st.missed) >= firstMisses {
+			if st.failed >= maxFailures || st.taken == 0 && len(st.missed) >= firstMisses && !st.empty {
 				r.noteStep(st, "left out")
 				steps[i] = nil
 			}
@@ -209,7 +238,7 @@ func (r *runner) interleave(ctx context.Context, steps []*step) error {
 	}
 	for _, st := range steps {
 		if st != nil && len(st.missed) > 0 {
-			r.noteStep(st, fmt.Sprintf("%d tries do not count", len(st.missed)))
+			r.noteStep(st, fmt.Sprintf("%d of %d samples, %d tries do not count", st.taken, st.asked, len(st.missed)))
 		}
 	}
 	return nil
@@ -226,6 +255,7 @@ func (r *runner) noteStep(st *step, what string) {
 
 // turn takes one sample of a step. It is repeated while its state was not in place.
 func (r *runner) turn(ctx context.Context, st *step) error {
+	st.asked++
 	for range firstMisses {
 		err := st.do(ctx)
 		missing, notThere := errors.AsType[notInPlace](err)
@@ -234,7 +264,7 @@ func (r *runner) turn(ctx context.Context, st *step) error {
 			st.taken, st.failed = st.taken+1, 0
 			return nil
 		case notThere:
-			st.missed = append(st.missed, missing.reason)
+			st.missed, st.empty = append(st.missed, missing.reason), missing.pool
 		case errors.Is(err, errCounted):
 			st.failed++
 			return nil
@@ -274,11 +304,14 @@ func (r *runner) creations(ctx context.Context) error {
 			}})
 		}
 	}
-	return errors.Join(r.interleave(ctx, steps), r.deleteAll(ctx))
+	return errors.Join(r.interleave(ctx, steps, r.done), r.deleteAll(ctx))
 }
 
 // timeCreate measures from the create request to the answer of a first exec.
 func (r *runner) timeCreate(ctx context.Context, memory int, cold bool) (float64, error) {
+	if err := r.quiet(ctx); err != nil {
+		return 0, err
+	}
 	begun := time.Now()
 	sb, err := r.create(ctx, memory, cold)
 	if err != nil {

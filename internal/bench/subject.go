@@ -3,6 +3,7 @@ package bench
 import (
 	"context"
 	"errors"
+	"slices"
 	"strings"
 	"time"
 
@@ -52,34 +53,46 @@ func (r *runner) newSubject(ctx context.Context, w workload, memory, cycles int)
 	return s, nil
 }
 
-// warmUp takes the subject through some cycles, and finds out whether there is
-// a pool for it.
+// warmUp takes the subject through some cycles.
 func (s *subject) warmUp(ctx context.Context, cycles int) error {
 	for range cycles {
+		if err := s.quiet(ctx); err != nil {
+			return err
+		}
 		begun := time.Now()
 		sb, err := s.target.HibernateWith(ctx, s.id, api.HibernateRequest{NoPark: true})
 		if err != nil {
 			return err
 		}
 		s.hibernated(s.workload.name, s.memory, since(begun), sb)
-		if err := sleep(ctx, poolRest); err != nil {
+		if err := s.quiet(ctx, s.id); err != nil {
 			return err
 		}
-		sb, err = s.target.ResumeWith(ctx, s.id, api.ResumeRequest{NoParked: true})
-		if err != nil {
-			return err
-		}
-		if sb.LastResume != nil && sb.LastResume.Pooled {
-			s.pooled(s.memory)
-		}
-		if err := s.ask(ctx); err != nil {
-			return err
-		}
-		if err := sleep(ctx, learnFor); err != nil {
+		if err := s.cycle(ctx); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// cycle hibernates the subject unless it is in standby, resumes it and lets the
+// daemon learn its working set. It finds out whether there is a pool for it.
+func (s *subject) cycle(ctx context.Context) error {
+	_, err := s.target.HibernateWith(ctx, s.id, api.HibernateRequest{NoPark: true})
+	if err != nil {
+		return err
+	}
+	sb, err := s.target.ResumeWith(ctx, s.id, api.ResumeRequest{NoParked: true})
+	if err != nil {
+		return err
+	}
+	if sb.LastResume != nil && sb.LastResume.Pooled {
+		s.pooled(s.memory)
+	}
+	if err := s.ask(ctx); err != nil {
+		return err
+	}
+	return sleep(ctx, learnFor)
 }
 
 // ask makes the workload's request, a different one each time where that matters.
@@ -117,52 +130,84 @@ func (s *subject) sample(ctx context.Context, v variant) error {
 	if v.cache == CacheAwake {
 		return s.awake(ctx, first)
 	}
-	sb, err := s.hibernate(ctx, v.park)
+	if err := s.fallAsleep(ctx, v, first); err != nil {
+		return err
+	}
+	took, err := s.wake(ctx, v, time.Now())
+	if err != nil {
+		return s.failed(ctx, first, err)
+	}
+	report, err := s.reported(ctx, v, first)
 	if err != nil {
 		return err
 	}
-	if err := v.arrange(ctx, s.target, sb); err != nil {
-		if _, ok := errors.AsType[notInPlace](err); ok {
-			return err
-		}
-		return s.failed(ctx, first, err)
-	}
-	if v.pool && s.hasPool(s.memory) {
-		if err := sleep(ctx, poolRest); err != nil {
-			return err
-		}
-	}
-	took, err := s.wake(ctx, v, time.Now())
-	if err == nil {
-		sb, err = s.target.Get(ctx, s.id)
-	}
-	switch {
-	case err != nil:
-		return s.failed(ctx, first, err)
-	case sb.LastResume == nil:
-		return notInPlace{"the daemon does not report the resume"}
-	}
-	if reason := v.check(*sb.LastResume, v.pool && s.hasPool(s.memory)); reason != "" {
-		return notInPlace{reason}
-	}
-	s.record(v, took, *sb.LastResume)
+	s.running(v, report)
+	first = s.key(v, MetricFirst) // by now it is known whether there is a pool
+	s.add(first, took)
+	s.with(first, func(x *series) { x.workingSet = append(x.workingSet, float64(report.WorkingSetBytes)) })
+	s.before = &first
 	return nil
 }
 
-// poolRest is how long a sandbox sleeps before it is woken by a VMM of the
-// pool: that fills up only some time after the last start.
-const poolRest = time.Second
+// sampleRunning takes a sample of a resume alone: its sandbox is not asked for anything.
+func (s *subject) sampleRunning(ctx context.Context, v variant) error {
+	k := s.key(v, MetricRunning)
+	if err := s.fallAsleep(ctx, v, k); err != nil {
+		return err
+	}
+	if _, err := s.target.ResumeWith(ctx, s.id, v.resume); err != nil {
+		return s.failed(ctx, k, err)
+	}
+	s.asleep = false
+	report, err := s.reported(ctx, v, k)
+	if err == nil {
+		s.running(v, report)
+	}
+	return err
+}
 
-// record adds what a resume took and reported.
-func (s *subject) record(v variant, took float64, report api.ResumeReport) {
-	s.add(s.key(v, MetricRunning), UntilRunning(report))
-	first := s.key(v, MetricFirst)
-	s.add(first, took)
-	s.with(first, func(x *series) {
-		x.fetched = append(x.fetched, float64(report.BytesFetched))
-		x.workingSet = append(x.workingSet, float64(report.WorkingSetBytes))
-	})
-	s.before = &first
+// fallAsleep hibernates the subject, waits until nothing disturbs its resume and
+// brings the state of v about. A failure counts for k.
+func (s *subject) fallAsleep(ctx context.Context, v variant, k key) error {
+	sb, err := s.hibernate(ctx, v.park)
+	if err == nil {
+		err = s.quiet(ctx, s.id) // first: an upload reads what shall not be in the page cache
+	}
+	if err != nil {
+		return err
+	}
+	err = v.arrange(ctx, s.target, sb)
+	if _, ok := errors.AsType[notInPlace](err); err == nil || ok {
+		return err
+	}
+	return s.failed(ctx, k, err)
+}
+
+// reported returns the daemon's report of the resume that just took place, a notInPlace
+// error if that was not of v. A failure counts for k.
+func (s *subject) reported(ctx context.Context, v variant, k key) (api.ResumeReport, error) {
+	sb, err := s.target.Get(ctx, s.id)
+	switch {
+	case err != nil:
+		return api.ResumeReport{}, s.failed(ctx, k, err)
+	case sb.LastResume == nil:
+		return api.ResumeReport{}, notInPlace{reason: "the daemon does not report the resume"}
+	}
+	report := *sb.LastResume
+	if report.Pooled {
+		s.pooled(s.memory)
+	}
+	if reason := v.check(report, v.pool && s.hasPool(s.memory)); reason != "" {
+		return report, notInPlace{reason: reason, pool: reason == notPooled}
+	}
+	return report, nil
+}
+
+// running adds when the vCPUs ran after a resume, and its phases.
+func (s *subject) running(v variant, report api.ResumeReport) {
+	k := s.key(v, MetricRunning)
+	s.add(k, UntilRunning(report))
+	s.with(k, func(x *series) { x.phases.add(report.Phases) })
 }
 
 // wake resumes the sandbox as v says, and returns the milliseconds from begun to
@@ -193,6 +238,9 @@ func (s *subject) awake(ctx context.Context, k key) error {
 		}
 	}
 	s.asleep = false
+	if err := s.quiet(ctx); err != nil {
+		return err
+	}
 	begun := time.Now()
 	if err := s.ask(ctx); err != nil {
 		return s.failed(ctx, k, err)
@@ -219,10 +267,34 @@ func (s *subject) hibernate(ctx context.Context, park bool) (api.Sandbox, error)
 	s.add(k, took)
 	s.hibernated(s.workload.name, s.memory, took, sb)
 	if w := workingSet(sb); w != nil && s.before != nil {
-		s.with(*s.before, func(x *series) { x.demand = append(x.demand, float64(w.Late+w.Missed)) })
+		s.with(*s.before, func(x *series) {
+			x.demand = append(x.demand, float64(w.Late+w.Missed))
+			x.fetched = append(x.fetched, float64(w.BytesFetched))
+		})
 	}
 	s.before = nil
 	return sb, nil
+}
+
+// last has the daemon report about the run since the last sample.
+func (s *subject) last(ctx context.Context) error {
+	if s.before == nil {
+		return nil
+	}
+	_, err := s.hibernate(ctx, false)
+	if errors.Is(err, errCounted) {
+		return nil
+	}
+	return err
+}
+
+// every returns in one of how many rounds a variant is sampled.
+func (s *subject) every(v variant) int {
+	judged := slices.Contains(judgedCaches, v.cache) && (s.workload.name == workloadPython50 || s.workload.name == workloadPython300)
+	if s.opts.Sparse && !judged {
+		return 2 * s.workload.share
+	}
+	return s.workload.share
 }
 
 func workingSet(sb api.Sandbox) *api.WorkingSetReport {

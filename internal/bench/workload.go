@@ -45,7 +45,7 @@ func workloadOf(name string) workload {
 	case workloadPython300:
 		return python(name, 300, "/", 1)
 	case workloadBigHeap:
-		return python(name, 2048, "/touch/%d/"+fmt.Sprint(bigTouches), 2)
+		return python(name, 2048, "/touch/%d/"+fmt.Sprint(bigTouches), 1)
 	case workloadGit:
 		return git()
 	case workloadNode:
@@ -110,7 +110,7 @@ const gitWork = `set -e
 rm -rf ~/work && git clone -q ~/origin ~/work && cd ~/work && python3 -m unittest discover -q -s tests -t . 2>&1`
 
 func git() workload {
-	return workload{name: workloadGit, share: 4,
+	return workload{name: workloadGit, share: 2,
 		prepare: func(ctx context.Context, target Target, id string) error {
 			return runOrAbsent(ctx, target, id, gitOrigin)
 		},

@@ -48,7 +48,7 @@ restore of the same guest. It ends with what the figures are held against.
 The sandboxes that it makes are deleted again. With --sandbox it measures one of
 yours instead: it is hibernated and resumed many times, and left as it was.
 
---quick takes a few minutes, --full half an hour. The other flags choose from
+--quick takes a few minutes, --full about twenty. The other flags choose from
 either. docs/bench.md tells how to read the result.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return runBench(cmd.Context(), a, o) },
@@ -58,7 +58,7 @@ either. docs/bench.md tells how to read the result.`,
 	f.BoolVar(&o.full, "full", false, "everything")
 	cmd.MarkFlagsMutuallyExclusive("quick", "full")
 	f.StringVar(&o.template, "template", defaultTemplate, "`TEMPLATE` of the sandboxes")
-	f.IntVarP(&o.samples, "samples", "n", 0, "samples of each row (default: quick 5, full 10)")
+	f.IntVarP(&o.samples, "samples", "n", 0, "samples of each row (default: quick 5, full 10, or 5 of rows that no bar needs)")
 	f.StringSliceVar(&o.scenarios, "scenario", nil, "only these: "+strings.Join(bench.Scenarios, ", "))
 	f.StringSliceVar(&o.workloads, "workload", nil, "only these: "+strings.Join(bench.Workloads, ", "))
 	f.StringSliceVar(&o.caches, "cache", nil, "only these cache states: "+strings.Join(bench.Caches, ", "))
@@ -83,7 +83,9 @@ func (o benchOptions) choose() bench.Options {
 		c = bench.Full()
 	}
 	c.Template = o.template
-	c.N = cmp.Or(o.samples, c.N)
+	if o.samples != 0 { // so many of each row
+		c.N, c.Sparse = o.samples, false
+	}
 	c.Cycles, c.Scale = cmp.Or(o.cycles, c.Cycles), cmp.Or(o.scale, c.Scale)
 	if o.workloads != nil || o.sandbox != "" { // of any size and in any state, unless that is chosen too
 		all := bench.Full()

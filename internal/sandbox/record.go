@@ -136,6 +136,10 @@ type Sandbox struct {
 type Replication struct {
 	State string // "local", "replicating" or "replicated"
 	Error string // why the last try failed; it is tried again
+	// SentBytes is what the remote store took for this snapshot since the daemon's
+	// start, once it is replicated. Objects that it had already and those of the
+	// template do not count.
+	SentBytes int64
 }
 
 // Snapshot describes the snapshot that a sandbox would resume from.

@@ -109,7 +109,7 @@ func (c *Core) view(e *entry) Sandbox {
 	s := e.view()
 	if c.cfg.Tier != nil && s.Snapshot != nil {
 		st := c.cfg.Tier.Status(s.ID, s.Snapshot.ID)
-		s.Replication = &Replication{State: string(st.State)}
+		s.Replication = &Replication{State: string(st.State), SentBytes: st.Sent}
 		if st.Err != nil {
 			s.Replication.Error = st.Err.Error()
 		}

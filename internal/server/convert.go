@@ -44,7 +44,7 @@ func toSandbox(s sandbox.Sandbox) api.Sandbox {
 		CreatedAt: s.CreatedAt, MemoryMiB: s.MemoryMiB, CPUs: s.CPUs, Labels: orEmpty(s.Labels), Parked: s.Parked,
 	}
 	if r := s.Replication; r != nil {
-		out.Replication = &api.Replication{State: r.State, Error: r.Error}
+		out.Replication = &api.Replication{State: r.State, Error: r.Error, SentBytes: r.SentBytes}
 	}
 	if p := s.Snapshot; p != nil {
 		out.Snapshot = &api.Snapshot{

@@ -169,6 +169,9 @@ func (h *host) seal(ctx context.Context, req CaptureRequest) (CaptureReport, err
 		PauseMS:    float64(time.Since(paused).Microseconds()) / 1000,
 		WorkingSet: h.workset.report(ctx, h.parent),
 	}
+	if report.WorkingSet != nil && h.remote != nil {
+		report.WorkingSet.BytesFetched = h.remote.fetched.Load()
+	}
 	return report, h.markSealed(ctx, &report)
 }
 

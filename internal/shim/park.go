@@ -145,8 +145,6 @@ func (r *StartReport) subtract(before StartReport) {
 	r.BytesRead -= before.BytesRead
 	r.Faults -= before.Faults
 	r.PrefetchedBytes -= before.PrefetchedBytes
-	r.DemandPages -= before.DemandPages
-	r.BytesFetched -= before.BytesFetched
 	r.WorkingSetBytes = 0 // it is the one of the resume before
 }
 

@@ -173,13 +173,14 @@ type CaptureReport struct {
 }
 
 // WorkingSetReport compares what was prefetched at a resume with what the guest
-// touched until its capture, in pages of 4 KiB.
+// touched until its capture, in pages of 4 KiB where nothing else is said.
 type WorkingSetReport struct {
-	Pages        int64 `json:"pages"`        // of the working set that the snapshot carried
-	Prefetched   int64 `json:"prefetched"`   // pushed ahead of the guest
-	Late         int64 `json:"late"`         // of the set, but read on demand before they were pushed
-	Missed       int64 `json:"missed"`       // read on demand and not of the set
-	Mispredicted int64 `json:"mispredicted"` // pushed and not touched
+	Pages        int64 `json:"pages"`         // of the working set that the snapshot carried
+	Prefetched   int64 `json:"prefetched"`    // pushed ahead of the guest
+	Late         int64 `json:"late"`          // of the set, but read on demand before they were pushed
+	Missed       int64 `json:"missed"`        // read on demand and not of the set
+	Mispredicted int64 `json:"mispredicted"`  // pushed and not touched
+	BytesFetched int64 `json:"bytes_fetched"` // from the remote store
 }
 
 // ThawRequest cancels a capture, sealed or not: the guest goes on and the

@@ -47,6 +47,10 @@ func TestResumeFromTheRemoteStore(t *testing.T) {
 	if !report.Remote || report.BytesFetched == 0 || report.Phases["bind"] < 20 {
 		t.Errorf("the report is %+v", report)
 	}
+	r.read(700)
+	if w := r.capture(1).WorkingSet; w == nil || w.BytesFetched < report.BytesFetched {
+		t.Errorf("%d bytes were fetched until the resume's report, and then %+v", report.BytesFetched, w)
+	}
 }
 
 func TestLocalResumeAsksNoRemoteStore(t *testing.T) {

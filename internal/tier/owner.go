@@ -46,7 +46,7 @@ func (t *Tier) own(ctx context.Context) error {
 
 // claim puts this node's claim and returns who then claims the store.
 func (t *Tier) claim(ctx context.Context) ([]string, error) {
-	if err := t.putRemote(ctx, ownerPrefix+t.cfg.Node, func(io.Writer) error { return nil }); err != nil {
+	if _, err := t.putRemote(ctx, ownerPrefix+t.cfg.Node, func(io.Writer) error { return nil }); err != nil {
 		return nil, err
 	}
 	return t.owners(ctx)

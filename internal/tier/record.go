@@ -173,13 +173,17 @@ func (t *Tier) fetch(ctx context.Context, key string, limit int64) ([]byte, erro
 }
 
 // putRemote puts what write writes, the same at each call, into the remote store
-// unless the key is taken: then it is there already.
-func (t *Tier) putRemote(ctx context.Context, key string, write func(io.Writer) error) error {
-	_, err := t.cfg.Remote.Put(ctx, key, write)
-	if err != nil && !errors.Is(err, blob.ErrExist) {
-		return fmt.Errorf("remote store: %w", err)
+// unless the key is taken: then it is there already. It returns the bytes that
+// the store took.
+func (t *Tier) putRemote(ctx context.Context, key string, write func(io.Writer) error) (int64, error) {
+	info, err := t.cfg.Remote.Put(ctx, key, write)
+	switch {
+	case errors.Is(err, blob.ErrExist):
+		return 0, nil
+	case err != nil:
+		return 0, fmt.Errorf("remote store: %w", err)
 	}
-	return nil
+	return info.Size, nil
 }
 
 // putRecord writes the record of r, whose template's files are in the list.
@@ -193,10 +197,11 @@ func (t *Tier) putRecord(ctx context.Context, key string, r Replica, list string
 	if len(b) > maxRecord {
 		return fmt.Errorf("the record of sandbox %s has %d bytes, at most %d can be kept", r.Sandbox, len(b), maxRecord)
 	}
-	return t.putRemote(ctx, key, func(w io.Writer) error {
+	_, err = t.putRemote(ctx, key, func(w io.Writer) error {
 		_, err := encode(w, bytes.NewReader(b))
 		return err
 	})
+	return err
 }
 
 // knowRecords makes sure that the remote store is this node's and that its

@@ -34,6 +34,7 @@ type upload struct {
 	entry   *entry
 	replica Replica
 	cancel  context.CancelFunc
+	sent    int64 // bytes
 
 	// Guarded by the Tier's mu.
 	superseded bool
@@ -65,7 +66,7 @@ func (t *Tier) replicate(e *entry) {
 		u.enter(Status{State: Local, Err: err})
 	default:
 		t.answered()
-		u.enter(Status{State: Replicated})
+		u.enter(Status{State: Replicated, Sent: e.sent})
 		t.mu.Lock()
 		t.evictDue = t.cfg.Budget > 0
 		t.mu.Unlock()
@@ -116,7 +117,12 @@ func (u *upload) send(ctx context.Context) error {
 		return fmt.Errorf("replicate template %s version %d: %w", r.Template.Name, r.Template.Version, err)
 	}
 	for _, ref := range append(slices.Clone(r.Template.Bases), r.Snapshot) {
-		if err := u.snapshot(ctx, ref); err != nil {
+		u.sent = 0 // the snapshot's own is counted, which comes last
+		err := u.snapshot(ctx, ref)
+		if ref == r.Snapshot {
+			u.entry.sent += u.sent
+		}
+		if err != nil {
 			return fmt.Errorf("replicate snapshot %s: %w", ref.ID, err)
 		}
 	}
@@ -164,9 +170,11 @@ func (u *upload) put(ctx context.Context, key, point string, send func(w io.Writ
 		return err
 	}
 	if !there {
-		if err := u.tier.putRemote(ctx, key, send); err != nil {
+		n, err := u.tier.putRemote(ctx, key, send)
+		if err != nil {
 			return err
 		}
+		u.sent += n
 	}
 	return failpoint.Hit(ctx, point)
 }

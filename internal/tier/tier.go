@@ -76,6 +76,7 @@ type Template struct {
 type Status struct {
 	State State
 	Err   error // why the last try failed, nil if it did not; it is tried again
+	Sent  int64 // bytes that the remote store took for this snapshot since the Tier was opened, once it is Replicated
 }
 
 // Config is what a Tier works on.
@@ -140,6 +141,7 @@ type entry struct {
 	key     string // of its record
 	status  Status
 	attempts
+	sent int64 // bytes for the snapshot, by all tries; of the uploading goroutine
 }
 
 // attempts counts failures of what is tried again.

@@ -156,6 +156,16 @@ func TestNothingIsSentTwiceAfterABrokenUpload(t *testing.T) {
 	if len(sent) < 7 {
 		t.Errorf("only %v were sent", sent)
 	}
+	// What it says that the store took, over all tries, is what the store has of the snapshot.
+	var size int64
+	for key, bytes := range keys(t, n.store, "") {
+		if _, _, record := parseRecordKey(key); !record && strings.Contains(key, string(g.rep.Snapshot.ID)) {
+			size += bytes
+		}
+	}
+	if st := n.tier.Status(g.id, g.rep.Snapshot.ID); st.Sent != size || size == 0 {
+		t.Errorf("%d bytes were sent of the %d that are there", st.Sent, size)
+	}
 }
 
 // The store is down for a whole hibernation and after it; nothing waits for it.
