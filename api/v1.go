@@ -278,6 +278,11 @@ type Imported struct {
 	Skipped   []string `json:"skipped"` // one line each: what is here already or could not be taken, and why
 }
 
+// VerifyRequest is the optional body of a verification.
+type VerifyRequest struct {
+	Remote bool `json:"remote,omitempty"` // read everything in the remote store, too
+}
+
 // Verify is what a verification of the store found.
 type Verify struct {
 	Objects int      `json:"objects"`

@@ -101,7 +101,7 @@ func TestTemplatesAndStore(t *testing.T) {
 		t.Fatalf("%v", err)
 	}
 	core.Found = sandbox.Verify{Objects: 1, Faults: []string{"pack x is damaged"}}
-	if v, err := c.VerifyStore(ctx, nil); err != nil || len(v.Faults) != 1 {
+	if v, err := c.VerifyStore(ctx, api.VerifyRequest{Remote: true}, nil); err != nil || len(v.Faults) != 2 {
 		t.Fatalf("%+v %v", v, err)
 	}
 	if s, err := c.StoreStatus(ctx); err != nil || s.Packs != 2 {

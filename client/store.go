@@ -14,10 +14,10 @@ func (c *Client) StoreStatus(ctx context.Context) (s api.StoreStatus, err error)
 	return s, err
 }
 
-// VerifyStore reads every object of the store and compares it with its hash.
-// progress, which may be nil, hears of bytes done and in total.
-func (c *Client) VerifyStore(ctx context.Context, progress func(api.Progress)) (api.Verify, error) {
-	last, err := c.lines(ctx, c.endpoint("store", "verify"), struct{}{}, progress)
+// VerifyStore reads every local object, and every remote one if r says so, and
+// compares it with its hash. progress, which may be nil, hears of bytes done and in total.
+func (c *Client) VerifyStore(ctx context.Context, r api.VerifyRequest, progress func(api.Progress)) (api.Verify, error) {
+	last, err := c.lines(ctx, c.endpoint("store", "verify"), r, progress)
 	switch {
 	case err != nil:
 		return api.Verify{}, err

@@ -24,13 +24,7 @@ func newStoreCommand(a *app) *cobra.Command {
 			Args:  noArgs,
 			RunE:  func(cmd *cobra.Command, _ []string) error { return runStoreStatus(cmd.Context(), a) },
 		},
-		&cobra.Command{
-			Use:   "verify",
-			Short: "Read every object and compare it with its hash",
-			Args:  noArgs,
-			RunE:  func(cmd *cobra.Command, _ []string) error { return runStoreVerify(cmd.Context(), a) },
-		},
-		newStoreGCCommand(a), newStoreImportCommand(a), newStoreEvictCommand(a),
+		newStoreVerifyCommand(a), newStoreGCCommand(a), newStoreImportCommand(a), newStoreEvictCommand(a),
 	)
 	return cmd
 }
@@ -91,14 +85,28 @@ func storeSandboxRows(sandboxes []api.StoreSandbox) [][]string {
 	return rows
 }
 
+func newStoreVerifyCommand(a *app) *cobra.Command {
+	var r api.VerifyRequest
+	cmd := &cobra.Command{
+		Use:   "verify",
+		Short: "Read every object and compare it with its hash",
+		Long: `Read every object on the local disk and compare it with its hash. With --remote
+the same is done with everything in the remote store, which is downloaded for that.`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return runStoreVerify(cmd.Context(), a, r) },
+	}
+	cmd.Flags().BoolVar(&r.Remote, "remote", false, "read everything in the remote store, too")
+	return cmd
+}
+
 // runStoreVerify fails if a fault was found.
-func runStoreVerify(ctx context.Context, a *app) error {
+func runStoreVerify(ctx context.Context, a *app, r api.VerifyRequest) error {
 	c, err := a.client()
 	if err != nil {
 		return err
 	}
 	p := newProgress(a.Err)
-	v, err := c.VerifyStore(ctx, p.update)
+	v, err := c.VerifyStore(ctx, r, p.update)
 	p.end()
 	if err != nil {
 		return err

@@ -72,6 +72,20 @@ func (fs *fileSystem) close() {
 	}
 }
 
+// fail makes every slot fail with err, unless the server was closed.
+func (fs *fileSystem) fail(err error) {
+	fs.mu.RLock()
+	defer fs.mu.RUnlock()
+	if fs.closed {
+		return
+	}
+	for _, l := range fs.byNode {
+		l.mu.Lock()
+		_ = l.fail(fmt.Errorf("slot %s: %w", l.name, err))
+		l.mu.Unlock()
+	}
+}
+
 func (fs *fileSystem) slot(node uint64) *Slot {
 	fs.mu.RLock()
 	defer fs.mu.RUnlock()

@@ -42,6 +42,9 @@ var (
 	// ErrClosed is returned by the methods of a server that was closed, and of
 	// its slots.
 	ErrClosed = errors.New("the pager is closed")
+	// ErrEnded is the failure of a server, and of its slots, that serves no more
+	// though nobody closed it: its connection was aborted, or it was unmounted.
+	ErrEnded = errors.New("the pager's mount has ended")
 )
 
 // Server is one FUSE mount whose files are slots. Its methods may be called at
@@ -108,6 +111,7 @@ func mount(dir string, log *slog.Logger, readAhead int) (*Server, error) {
 	go func() {
 		defer close(s.served)
 		server.Serve()
+		fs.fail(ErrEnded)
 	}()
 	return s, nil
 }
@@ -122,6 +126,22 @@ func (s *Server) NewSlot(name string, size int64) (*Slot, error) {
 	l.path = filepath.Join(s.dir, name)
 	l.store = s.fuse.InodeNotifyStoreCache
 	return l, nil
+}
+
+// Check returns nil while the kernel takes this server's answers, and otherwise
+// an error that wraps ErrEnded. A process that was killed by a SIGBUS may be seen
+// before the slots have failed for that; who asks here knows.
+func (s *Server) Check() error {
+	select {
+	case <-s.served:
+		return ErrEnded
+	default:
+	}
+	var st unix.Statfs_t // never answered from a cache
+	if err := unix.Statfs(s.dir, &st); err != nil {
+		return fmt.Errorf("%w: %w", ErrEnded, err)
+	}
+	return nil
 }
 
 // Close unmounts and waits for the goroutines that serve; dir stays as an

@@ -113,7 +113,8 @@ func (l *Slot) Stats() Stats {
 	}
 }
 
-// Failed is closed when a READ could not be answered. Err then says why.
+// Failed is closed when a READ could not be answered, or none will be any more.
+// Err then says why.
 func (l *Slot) Failed() <-chan struct{} { return l.failed }
 
 // Err returns the first failure of the slot, nil if there was none.

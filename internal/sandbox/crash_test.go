@@ -14,14 +14,16 @@ import (
 )
 
 // faults are what can happen at a step. dies says that the daemon does not
-// live through it, guestDies that what was not hibernated may be lost.
+// live through it, guestDies that what was not hibernated may be lost, goesBack
+// that the sandbox may run all the same.
 var faults = map[string]struct {
-	dies, guestDies bool
-	do              func(h *host) error
+	dies, guestDies, goesBack bool
+	do                        func(h *host) error
 }{
 	"error":           {do: func(*host) error { return errInjected }},
 	"crash":           {dies: true, do: func(h *host) error { h.d.Kill(); return sandboxtest.ErrKilled }},
 	"power cut":       {dies: true, guestDies: true, do: func(h *host) error { h.d.Kill(); h.w.Reboot(); return sandboxtest.ErrKilled }},
+	"pagers ended":    {guestDies: true, goesBack: true, do: func(h *host) error { h.w.EndPagers(); return nil }},
 	"shims killed":    {guestDies: true, do: func(h *host) error { h.w.KillShims(""); return nil }},
 	"crash and shims": {dies: true, guestDies: true, do: func(h *host) error { h.d.Kill(); h.w.KillShims(""); return sandboxtest.ErrKilled }},
 }
@@ -110,7 +112,7 @@ func faultAtStep(t *testing.T, options []func(*sandbox.Config), opName, faultNam
 		} else if reached {
 			settled(h)
 		}
-		expectAfter(h, s.ID, opName, memory, err, reached && fault.guestDies)
+		expectAfter(h, s.ID, opName, memory, err, reached && fault.guestDies, fault.goesBack)
 		checkAll(h)
 	})
 	return reached && ok
@@ -151,7 +153,7 @@ func settled(h *host) {
 
 // expectAfter checks the sandbox that the operation found, and what the
 // operation was to make or remove.
-func expectAfter(h *host, id, opName, memory string, err error, guestDied bool) {
+func expectAfter(h *host, id, opName, memory string, err error, guestDied, goesBack bool) {
 	h.t.Helper()
 	s, getErr := h.core.Get(h.t.Context(), id)
 	if opName == "delete" && (err == nil || errors.Is(getErr, sandbox.ErrNotFound)) {
@@ -173,7 +175,7 @@ func expectAfter(h *host, id, opName, memory string, err error, guestDied bool) 
 	if guestDied {
 		allowed = append(allowed, "old")
 	}
-	if guestDied && s.State == sandbox.StateRunning {
+	if guestDied && !goesBack && s.State == sandbox.StateRunning {
 		if got, err := sandboxtest.Ask(h.t.Context(), h.core, id, "get"); err == nil && got != memory {
 			h.t.Fatalf("it runs with %q", got)
 		}

@@ -40,7 +40,7 @@ func LogEvents(log *slog.Logger) Events {
 	return Events{
 		OnTransition: func(t Transition) {
 			level := slog.LevelInfo
-			if t.To == StateFailed {
+			if t.To == StateFailed || t.From == StateRunning && t.To == StateResuming {
 				level = slog.LevelWarn
 			}
 			log.Log(context.Background(), level, "sandbox "+string(t.To), keySandbox, t.Sandbox, "from", t.From, "reason", t.Reason)

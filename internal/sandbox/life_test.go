@@ -263,11 +263,11 @@ func TestResumeThatFails(t *testing.T) {
 // TestMachineThatEnds: the sandbox fails, says why, and comes back from its last snapshot.
 func TestMachineThatEnds(t *testing.T) {
 	for want, end := range map[string]func(*host, string){
-		"the guest powered off":                          func(h *host, id string) { h.w.Stop(id, vmm.Exit{Reason: vmm.ReasonShutdown}, "") },
-		"the guest rebooted":                             func(h *host, id string) { h.w.Stop(id, vmm.Exit{Reason: vmm.ReasonReset}, "") },
-		"guest kernel panic: oops":                       func(h *host, id string) { h.w.Stop(id, vmm.Exit{Reason: vmm.ReasonPanic, Detail: "oops"}, "") },
-		"the VMM died: signal 9":                         func(h *host, id string) { h.w.Stop(id, vmm.Exit{Reason: vmm.ReasonCrashed, Detail: "signal 9"}, "") },
-		"memory could not be served: pack p1 is damaged": func(h *host, id string) { h.w.Stop(id, vmm.Exit{Reason: vmm.ReasonCrashed}, "pack p1 is damaged") },
+		"the guest powered off":                          func(h *host, id string) { h.w.Stop(id, vmm.Exit{Reason: vmm.ReasonShutdown}) },
+		"the guest rebooted":                             func(h *host, id string) { h.w.Stop(id, vmm.Exit{Reason: vmm.ReasonReset}) },
+		"guest kernel panic: oops":                       func(h *host, id string) { h.w.Stop(id, vmm.Exit{Reason: vmm.ReasonPanic, Detail: "oops"}) },
+		"the VMM died: signal 9":                         func(h *host, id string) { h.w.Stop(id, vmm.Exit{Reason: vmm.ReasonCrashed, Detail: "signal 9"}) },
+		"memory could not be served: pack p1 is damaged": func(h *host, id string) { h.w.FailMemory(id, "pack p1 is damaged", shim.CodeCorrupt) },
 		"its shim ended (killed?)":                       func(h *host, id string) { h.w.KillShims(id) },
 	} {
 		t.Run(want, func(t *testing.T) {

@@ -14,6 +14,7 @@ import (
 
 	"github.com/hibernacle/hibernacle/internal/sandbox"
 	"github.com/hibernacle/hibernacle/internal/sandbox/sandboxtest"
+	"github.com/hibernacle/hibernacle/internal/shim"
 )
 
 // modelSeed names the environment variable that repeats a run of TestModel.
@@ -148,11 +149,16 @@ func (m *model) begin(op int, id string, i int) (finish func()) {
 			m.t.Logf("resume: %v", err)
 		}
 	case 6:
-		if m.rnd.IntN(2) == 0 {
+		switch m.rnd.IntN(3) {
+		case 0:
 			m.w.KillShims(id)
 			s.memory = s.memory.plus(s.saved)
 			m.core.Dial(ctx, id, 1) // notices
-		} else {
+		case 1:
+			m.w.FailMemory(id, "the pager's mount has ended", shim.CodeFailed)
+			s.memory = s.memory.plus(s.saved)
+			m.core.Dial(ctx, id, 1)
+		default:
 			m.crash()
 		}
 	case 7:

@@ -10,7 +10,7 @@ import (
 
 	"github.com/hibernacle/hibernacle/internal/sandbox"
 	"github.com/hibernacle/hibernacle/internal/sandbox/sandboxtest"
-	"github.com/hibernacle/hibernacle/internal/vmm"
+	"github.com/hibernacle/hibernacle/internal/shim"
 )
 
 // pooled has a core keep two machines ready.
@@ -89,7 +89,7 @@ func TestPoolBeginsWithTheLastUsed(t *testing.T) {
 func TestPooledMachineEnds(t *testing.T) {
 	for name, end := range map[string]func(w *sandboxtest.World){
 		"killed":            func(w *sandboxtest.World) { w.KillShims("") },
-		"read before bound": func(w *sandboxtest.World) { w.Stop("", vmm.Exit{Reason: vmm.ReasonClosed}, "slot is not bound") },
+		"read before bound": func(w *sandboxtest.World) { w.FailMemory("", "slot is not bound", shim.CodeFailed) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			h := newHost(t, pooled)

@@ -43,7 +43,7 @@ type record struct {
 	CreatedAt       time.Time         `json:"created_at"`
 
 	State      State  `json:"state"`
-	Reason     string `json:"reason,omitempty"` // why it failed; kept while a resume is tried
+	Reason     string `json:"reason,omitempty"` // why it failed, or goes back to its last snapshot; kept while a resume is tried
 	Attempt    uint64 `json:"attempt"`          // of the last hibernation
 	Generation uint64 `json:"generation"`       // of the last resume
 
@@ -54,6 +54,7 @@ type record struct {
 	Metadata *snapshot.Metadata `json:"metadata,omitempty"` // of Snapshot, without its control token
 	Fresh    bool               `json:"fresh,omitempty"`    // Snapshot is the template's base: a resume gives it an identity
 
+	WentBack      time.Time        `json:"went_back,omitzero"` // when it was last resumed by itself from its last snapshot
 	LastUsed      time.Time        `json:"last_used,omitzero"` // when it last came to standby or to running
 	LastHibernate *HibernateReport `json:"last_hibernate,omitempty"`
 	LastResume    *ResumeReport    `json:"last_resume,omitempty"`

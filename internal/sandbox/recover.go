@@ -209,6 +209,7 @@ func (c *Core) adopt(ctx context.Context, e *entry) (dead bool, err error) {
 }
 
 func (c *Core) recoverRunning(ctx context.Context, e *entry) error {
+	whole := ctx
 	ctx, cancel := c.short(ctx)
 	defer cancel()
 	dead, err := c.adopt(ctx, e)
@@ -228,6 +229,9 @@ func (c *Core) recoverRunning(ctx context.Context, e *entry) error {
 	}
 	switch st.Phase {
 	case shim.PhaseStopped:
+		if c.canGoBack(e, st) {
+			return c.goBack(whole, e, exitReason(st))
+		}
 		return c.fail(ctx, e, exitReason(st))
 	case shim.PhaseCapturing, shim.PhaseSealed:
 		if err := c.thaw(ctx, e, st.Attempt); err != nil {

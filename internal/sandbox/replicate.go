@@ -20,6 +20,7 @@ type Tier interface {
 	Evict(ctx context.Context, ref snapshot.Ref) (packs int, bytes int64, err error)
 	Local(ctx context.Context, ref snapshot.Ref) (bytes int64, err error)
 	Collect(ctx context.Context, roots, keep []snapshot.ID, dryRun bool) (tier.Collected, error)
+	VerifyRemote(ctx context.Context, progress func(done, total int64)) (objects int, bytes int64, faults []error, err error)
 	Import(ctx context.Context, takeOver bool, to tier.Receiver) error
 }
 

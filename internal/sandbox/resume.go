@@ -177,6 +177,9 @@ func (c *Core) start(ctx context.Context, e *entry, req startRequest) error {
 	}
 	report.Phases["record"] = ms(begun.Sub(req.at))
 	report.TotalMS = since(req.at)
+	if e.rec.Reason != "" {
+		report.Warnings = append(report.Warnings, "it goes on from its last snapshot: "+e.rec.Reason)
+	}
 	err = c.change(ctx, e, func(r *record) {
 		r.State, r.Reason, r.LastUsed, r.LastResume = StateRunning, "", time.Now().UTC(), &report
 	})

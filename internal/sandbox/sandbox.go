@@ -70,6 +70,7 @@ type Config struct {
 	StartTimeout   time.Duration // of a resume or a boot, default 3 min
 	StepTimeout    time.Duration // of one short step: a status, a thaw, a release, a write to the catalog; default 30 s
 	RetryDelay     time.Duration // between attempts to settle an unsettled sandbox, default 2 s
+	RelapseTime    time.Duration // a guest that loses its memory again within it after going back to its last snapshot fails, default 10 min
 	PoolDelay      time.Duration // from the last start to a refill of the pool, default 500 ms
 	CollectDelay   time.Duration // from a deletion to the collection of what it left, default 30 s
 	Parallel       int           // recoveries at a time when the core starts, default 16
@@ -84,7 +85,7 @@ func (c *Config) setDefaults() {
 	}
 	for d, v := range map[*time.Duration]time.Duration{
 		&c.CaptureTimeout: time.Minute, &c.StartTimeout: 3 * time.Minute, &c.StepTimeout: 30 * time.Second,
-		&c.RetryDelay: 2 * time.Second, &c.PoolDelay: 500 * time.Millisecond, &c.CollectDelay: 30 * time.Second,
+		&c.RetryDelay: 2 * time.Second, &c.RelapseTime: 10 * time.Minute, &c.PoolDelay: 500 * time.Millisecond, &c.CollectDelay: 30 * time.Second,
 	} {
 		if *d == 0 {
 			*d = v

@@ -20,13 +20,46 @@ type Verify struct {
 	Faults  []string // one line each, naming the object
 }
 
+// VerifyOptions says what to verify. The zero value is the usual way.
+type VerifyOptions struct {
+	Remote bool // read everything in the remote store, too
+}
+
 // StoreVerify reads everything that the store and the templates hold and
 // checks its digests. progress (which may be nil) is told the bytes read of
-// those to read. Damage is no error of the verification: it is in Faults.
-func (c *Core) StoreVerify(ctx context.Context, progress func(done, total int64)) (Verify, error) {
+// those to read, as far as that is known. Damage is no error of the verification: it is in Faults.
+func (c *Core) StoreVerify(ctx context.Context, o VerifyOptions, progress func(done, total int64)) (Verify, error) {
 	if progress == nil {
 		progress = func(int64, int64) {}
 	}
+	if !o.Remote {
+		return c.verifyLocal(ctx, progress)
+	}
+	if c.cfg.Tier == nil {
+		return Verify{}, &Error{Kind: ErrInvalid, Message: "there is no remote store to verify", Hint: "hib serve --store names one"}
+	}
+	var local int64 // bytes
+	v, err := c.verifyLocal(ctx, func(done, total int64) {
+		local = total
+		progress(done, total)
+	})
+	if err != nil {
+		return v, err
+	}
+	objects, size, faults, err := c.cfg.Tier.VerifyRemote(ctx, func(done, total int64) { progress(local+done, local+total) })
+	if err != nil {
+		return v, unavailable(err, "verify the store")
+	}
+	v.Objects += objects
+	v.Bytes += size
+	for _, f := range faults {
+		v.Faults = append(v.Faults, f.Error())
+	}
+	return v, nil
+}
+
+// verifyLocal verifies the local disk.
+func (c *Core) verifyLocal(ctx context.Context, progress func(done, total int64)) (Verify, error) {
 	versions := c.versions()
 	var extra int64
 	for _, v := range versions {

@@ -33,6 +33,7 @@ var Moves = []Move{
 	{StateCreating, StateRunning, "the guest has its identity"},
 	{StateCreating, StateDeleting, "the creation failed, or the sandbox is deleted"},
 	{StateRunning, StateHibernating, "a hibernation begins"},
+	{StateRunning, StateResuming, "its memory could not be served and no object is to blame: back to its last snapshot"},
 	{StateRunning, StateFailed, "the guest, its VMM or its shim ended"},
 	{StateRunning, StateDeleting, "the sandbox is deleted"},
 	{StateHibernating, StateStandby, "commit point: the snapshot is durable and named by this change"},
@@ -61,7 +62,7 @@ func allowed(from, to State) bool {
 // after a step whose outcome it could not learn. recoverSandbox does it.
 var Recovery = map[State]string{
 	StateCreating:    "end its shim and remove it: its creation was never acknowledged",
-	StateRunning:     "adopt its shim, thaw a capture that was left behind, and watch it; if the shim is dead or its machine stopped: failed",
+	StateRunning:     "adopt its shim, thaw a capture that was left behind, and watch it; if the shim is dead or its machine stopped: failed, or back to its last snapshot",
 	StateHibernating: "adopt its shim: sealed → commit, standby; unsealed → running, thaw; dead → commit the pending snapshot if it is whole, else failed",
 	StateStandby:     "keep a shim that holds exactly this snapshot as parked, if it may; end any other that is left",
 	StateResuming:    "end its shim, back to where it came from: standby, or failed",

@@ -49,14 +49,14 @@ func TestTemplateBuild(t *testing.T) {
 			t.Errorf("%s: accepted", name)
 		}
 	}
-	v, err := h.core.StoreVerify(t.Context(), nil)
+	v, err := h.core.StoreVerify(t.Context(), sandbox.VerifyOptions{}, nil)
 	if err != nil || len(v.Faults) != 0 || v.Objects < 4 {
 		t.Errorf("verify: %+v, %v", v, err)
 	}
 	if err := os.Remove(filepath.Join(h.w.Dir, "templates", "py", "v1", "template.json")); err != nil {
 		t.Fatal(err)
 	}
-	if v, err = h.core.StoreVerify(t.Context(), nil); err != nil || len(v.Faults) != 1 || !strings.Contains(v.Faults[0], "template py version 1") {
+	if v, err = h.core.StoreVerify(t.Context(), sandbox.VerifyOptions{}, nil); err != nil || len(v.Faults) != 1 || !strings.Contains(v.Faults[0], "template py version 1") {
 		t.Errorf("verify of damage: %+v, %v", v, err)
 	}
 }

@@ -52,7 +52,7 @@ func (c *Core) look(ctx context.Context, e *entry, vm VM) {
 		switch {
 		case e.vm != vm: // somebody saw to it
 		case e.rec.State == StateRunning:
-			return c.failEnded(ctx, e)
+			return c.seeEnd(ctx, e)
 		case e.isParked(): // nothing is lost with it
 			return c.release(ctx, e)
 		}
@@ -61,6 +61,52 @@ func (c *Core) look(ctx context.Context, e *entry, vm VM) {
 	if err != nil && ctx.Err() == nil && !errors.Is(err, errClosing) {
 		c.log.Warn("the end of a machine is not recorded yet", keySandbox, e.id, keyError, err)
 	}
+}
+
+// seeEnd finds out whether the machine of a running sandbox ended, and what is to
+// become of the sandbox.
+func (c *Core) seeEnd(ctx context.Context, e *entry) error {
+	short, cancel := c.short(ctx)
+	defer cancel()
+	if st, err := e.vm.Status(short); err == nil && c.canGoBack(e, st) {
+		return c.goBack(ctx, e, exitReason(st))
+	}
+	return c.failEnded(ctx, e)
+}
+
+// canGoBack reports whether a running sandbox, whose machine has that status,
+// is to be resumed from its last snapshot without being asked: what served its memory
+// broke, and neither the guest nor an object of the store is to blame. Once in a
+// while that is the lesser evil; if it goes on, somebody must look.
+func (c *Core) canGoBack(e *entry, st shim.Status) bool {
+	if st.Phase != shim.PhaseStopped || e.rec.Snapshot == nil || time.Since(e.rec.WentBack) < c.cfg.RelapseTime {
+		return false
+	}
+	return st.Code == shim.CodeFailed || st.Code == shim.CodeUnavailable
+}
+
+// goBack resumes a running sandbox, whose machine ended for that reason, from its
+// last snapshot. Where that does not succeed it has failed, which is no error.
+func (c *Core) goBack(ctx context.Context, e *entry, reason string) error {
+	e.mu.Lock()
+	if e.op != nil {
+		e.op.kind = opStart // a deletion need not wait for it
+	}
+	e.mu.Unlock()
+	err := c.change(ctx, e, func(r *record) { r.Reason, r.WentBack = reason, time.Now().UTC() })
+	if err != nil {
+		return err
+	}
+	err = c.resume(ctx, e, ResumeOptions{})
+	if err == nil || e.unsettled || e.rec.State == StateResuming {
+		return err
+	}
+	if e.rec.Reason == reason { // else the resume found another one
+		reason += "; its last snapshot did not resume: " + err.Error()
+	} else {
+		reason = e.rec.Reason
+	}
+	return c.fail(ctx, e, reason)
 }
 
 // failEnded records why the machine of a running sandbox ended, if it did.

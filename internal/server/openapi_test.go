@@ -133,6 +133,8 @@ func TestAnswersAreAsDescribed(t *testing.T) {
 		{"GET", "/v1/templates/{name}", "", "", 404},
 		{"GET", "/v1/store/status", "", "", 200},
 		{"POST", "/v1/store/verify", "", "", 200},
+		{"POST", "/v1/store/verify", "", `{"remote":true}`, 200},
+		{"POST", "/v1/store/verify", "", `{"remote":1}`, 400},
 		{"POST", "/v1/store/collect", "", "", 200},
 		{"POST", "/v1/store/collect", "", `{"dry_run":true}`, 200},
 		{"POST", "/v1/store/collect", "", `{"dry":true}`, 400},
@@ -174,7 +176,7 @@ func TestRequestsAreAsDescribed(t *testing.T) {
 	for name, v := range map[string]any{
 		"CreateRequest": api.CreateRequest{}, "Egress": api.Egress{}, "ExecRequest": api.ExecRequest{}, "BuildRequest": api.BuildRequest{},
 		"Sandbox": api.Sandbox{}, "Template": api.Template{}, "Progress": api.Progress{}, "Version": api.Version{}, "Error": api.Error{},
-		"StoreStatus": api.StoreStatus{}, "TierStatus": api.TierStatus{}, "StoreSandbox": api.StoreSandbox{}, "CollectRequest": api.CollectRequest{},
+		"StoreStatus": api.StoreStatus{}, "TierStatus": api.TierStatus{}, "StoreSandbox": api.StoreSandbox{}, "CollectRequest": api.CollectRequest{}, "VerifyRequest": api.VerifyRequest{},
 		"Collected": api.Collected{}, "CollectedTier": api.CollectedTier{}, "ImportRequest": api.ImportRequest{}, "Imported": api.Imported{},
 		"EvictRequest": api.EvictRequest{}, "Evicted": api.Evicted{}, "Host": api.Host{},
 	} {

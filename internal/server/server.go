@@ -49,7 +49,7 @@ type Core interface {
 	Collect(ctx context.Context, o sandbox.CollectOptions) (sandbox.Collected, error)
 	Import(ctx context.Context, takeOver bool, progress func(done, total int64)) (sandbox.Imported, error)
 	Host(ctx context.Context) (sandbox.Host, error)
-	StoreVerify(ctx context.Context, progress func(done, total int64)) (sandbox.Verify, error)
+	StoreVerify(ctx context.Context, o sandbox.VerifyOptions, progress func(done, total int64)) (sandbox.Verify, error)
 }
 
 // Config is what a server is made of.

@@ -40,8 +40,13 @@ func (s *Server) getStoreStatus(w http.ResponseWriter, r *http.Request) {
 
 // verifyStore streams the progress of a verification.
 func (s *Server) verifyStore(w http.ResponseWriter, r *http.Request) {
+	var req api.VerifyRequest
+	if err := decode(w, r, &req); err != nil {
+		s.fail(w, r, err)
+		return
+	}
 	out := &lines{w: w}
-	v, err := s.core.StoreVerify(r.Context(), func(done, total int64) {
+	v, err := s.core.StoreVerify(r.Context(), sandbox.VerifyOptions(req), func(done, total int64) {
 		out.write(api.Progress{Phase: "verify", Done: done, Total: total})
 	})
 	s.finish(out, r, err, func() api.Progress {

@@ -242,7 +242,7 @@ func (h *host) status() (Status, <-chan struct{}) {
 		s.Captured = h.report
 	}
 	if h.failure != nil {
-		s.Failure = h.failure.Error()
+		s.Failure, s.Code = h.failure.Error(), classify(h.failure).Code
 	}
 	if h.machine != nil && h.phase != PhaseStopped {
 		s.VMMPID = h.machine.PID()
@@ -260,12 +260,15 @@ func (h *host) watch(machine vmm.Machine, network *vnet.Network, slot *pager.Slo
 		_ = machine.Close()
 		<-machine.Exited()
 	}
-	exit := machine.Exit()
+	exit, failure := machine.Exit(), slot.Err()
+	if failure == nil && exit.Reason == vmm.ReasonCrashed {
+		failure = h.mem.Check()
+	}
 	if tail := h.console.tail(); tail != "" && exit.Reason != vmm.ReasonClosed {
 		exit.Detail += "; console: " + lastLines(tail, 400)
 	}
 	h.update(func() {
-		h.phase, h.exit, h.failure = PhaseStopped, &exit, slot.Err()
+		h.phase, h.exit, h.failure = PhaseStopped, &exit, failure
 	})
 	_ = network.Close() // streams into the guest end with it
 }

@@ -72,6 +72,7 @@ type Status struct {
 	Captured *CaptureReport `json:"captured,omitempty"` // in PhaseSealed
 	Exit     *vmm.Exit      `json:"exit,omitempty"`     // in PhaseStopped
 	Failure  string         `json:"failure,omitempty"`  // in PhaseStopped: why memory could not be served, if that was it
+	Code     string         `json:"code,omitempty"`     // with Failure: CodeCorrupt, CodeUnavailable, or CodeFailed where no object is to blame
 }
 
 // PrepareRequest starts the VMM: for a cold boot, or to wait for a snapshot of

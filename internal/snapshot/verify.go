@@ -46,7 +46,9 @@ func (r *Repository) Status(ctx context.Context) (Status, error) {
 // then. It returns how many objects and bytes it looked at, and what is wrong
 // with them: one fault per object, which names it and wraps ErrMissing,
 // ErrCorrupt or ErrVersion where it can. err says why the check itself could
-// not go on. Objects that are deleted meanwhile are no fault.
+// not go on, also because a store could not be asked (blob.ErrUnavailable). Objects
+// that are deleted meanwhile are no fault. Packs that manifests name and the store does
+// not list, but has, are only looked at: they are those of another tier.
 func (r *Repository) Verify(ctx context.Context, progress func(done, total int64)) (objects int, bytes int64, faults []error, err error) {
 	v := verification{repo: r, progress: progress, named: make(map[ID]*namedPack)}
 	if err := v.run(ctx); err != nil {
@@ -101,13 +103,14 @@ func (v *verification) run(ctx context.Context) error {
 			return err
 		}
 	}
-	for id := range v.named {
-		if _, ok := packs[id]; !ok {
-			packs[id] = 0
-		}
-	}
 	for _, id := range slices.Sorted(maps.Keys(packs)) {
-		if err := v.pack(ctx, id); err != nil {
+		if err := v.pack(ctx, id, true); err != nil {
+			return err
+		}
+		delete(v.named, id)
+	}
+	for _, id := range slices.Sorted(maps.Keys(v.named)) {
+		if err := v.pack(ctx, id, false); err != nil {
 			return err
 		}
 	}
@@ -124,10 +127,14 @@ func (v *verification) object(ctx context.Context, size int64, fault error) erro
 	return v.fault(ctx, fault)
 }
 
-// fault records a fault, unless it only says that the check was cancelled.
+// fault records a fault, unless it only says that the check was cancelled, or
+// that the store could not be asked.
 func (v *verification) fault(ctx context.Context, err error) error {
 	if cerr := ctx.Err(); cerr != nil {
 		return cerr
+	}
+	if errors.Is(err, blob.ErrUnavailable) {
+		return err
 	}
 	if err != nil {
 		v.faults = append(v.faults, err)
@@ -199,20 +206,28 @@ func (r *Repository) verifyState(ctx context.Context, id ID, want *stateRef) err
 	return err
 }
 
-// pack checks a pack, against the manifests' record if there is one.
-func (v *verification) pack(ctx context.Context, id ID) error {
-	v.objects++
+// pack checks a pack, against the manifests' record if there is one. Of one that
+// the store did not list only the index is read; that it cannot be asked for is
+// no matter: the check of its own tier will tell.
+func (v *verification) pack(ctx context.Context, id ID, listed bool) error {
 	var want *pack.Summary
 	var by []ID
 	if n, ok := v.named[id]; ok {
 		want, by = &n.summary, n.by
 	}
 	o, err := v.repo.store.Open(ctx, packKey(id))
+	if !listed && errors.Is(err, blob.ErrUnavailable) {
+		return nil
+	}
+	v.objects++
 	if err != nil {
 		return v.fault(ctx, v.unlessDeleted(ctx, objectError(packKey(id), err), by...))
 	}
 	defer o.Close()
 	p, err := pack.Open(o, o.Size(), want, nil)
+	if !listed && (err == nil || errors.Is(err, blob.ErrUnavailable)) {
+		return ctx.Err()
+	}
 	if err != nil {
 		return v.fault(ctx, objectError(packKey(id), err))
 	}

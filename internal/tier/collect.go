@@ -156,7 +156,7 @@ func (c *collection) need(ctx context.Context, id snapshot.ID) error {
 	ref, err := t.local.Find(ctx, id)
 	repo := t.local
 	if errors.Is(err, snapshot.ErrMissing) {
-		repo = snapshot.NewRepository(&decodedStore{Store: t.cfg.Remote, tier: t})
+		repo = t.far()
 		ref, err = repo.Find(ctx, id)
 	}
 	if err != nil {
@@ -210,13 +210,21 @@ type decodedStore struct {
 	tier *Tier
 }
 
-// Open implements blob.Store for objects that are no packs.
+// Open implements blob.Store. Packs are read as they are.
 func (s *decodedStore) Open(ctx context.Context, key string) (blob.Object, error) {
+	if _, isPack := snapshot.KindPack.Parse(key); isPack {
+		return s.Store.Open(ctx, key)
+	}
 	b, err := s.tier.fetch(ctx, key, maxObject)
 	if err != nil {
 		return nil, err
 	}
 	return memory{strings.NewReader(string(b))}, nil
+}
+
+// far returns what is in the remote store.
+func (t *Tier) far() *snapshot.Repository {
+	return snapshot.NewRepository(&decodedStore{Store: t.cfg.Remote, tier: t})
 }
 
 // memory is an object in memory.

@@ -50,6 +50,18 @@ func isListKey(key string) bool {
 	return strings.HasPrefix(key, templatePrefix) && strings.Count(key, "/") == 4 && strings.HasSuffix(key, "/list")
 }
 
+// parseListKey returns the template that the key of a list names.
+func parseListKey(key string) (t templateRecord, ok bool) {
+	parts := strings.Split(strings.TrimPrefix(key, templatePrefix), "/")
+	if !isListKey(key) || !isHash(parts[2]) {
+		return t, false
+	}
+	t.Name, t.List = parts[0], parts[2]
+	var err error
+	t.Version, err = strconv.Atoi(parts[1])
+	return t, err == nil && t.listKey() == key
+}
+
 func (t templateRecord) fileKey(name string) string { return t.key() + "/" + t.List + "/files/" + name }
 
 // parseList decodes and checks the list in b, which lies under that key.

@@ -33,6 +33,7 @@ type machine struct {
 	captured *shim.CaptureReport
 	exit     *vmm.Exit
 	failure  string
+	code     string // of the failure
 
 	memory     string
 	identity   string
@@ -74,8 +75,8 @@ func (m *machine) enter(p shim.Phase) {
 	m.w.broadcast()
 }
 
-func (m *machine) stop(exit vmm.Exit, failure string) {
-	m.exit, m.failure = &exit, failure
+func (m *machine) stop(exit vmm.Exit, failure, code string) {
+	m.exit, m.failure, m.code = &exit, failure, code
 	m.hangUp()
 	m.enter(shim.PhaseStopped)
 }
@@ -209,7 +210,7 @@ func (v *vm) Status(ctx context.Context) (st shim.Status, err error) {
 }
 
 func (m *machine) status() shim.Status {
-	st := shim.Status{Protocol: shim.ProtocolVersion, VM: m.handle.VM, Phase: m.phase, Adopted: m.adopted, Attempt: m.attempt, Exit: m.exit, Failure: m.failure}
+	st := shim.Status{Protocol: shim.ProtocolVersion, VM: m.handle.VM, Phase: m.phase, Adopted: m.adopted, Attempt: m.attempt, Exit: m.exit, Failure: m.failure, Code: m.code}
 	if m.phase == shim.PhaseSealed {
 		st.Captured = m.captured
 	}
@@ -443,7 +444,7 @@ func (v *vm) Unpark(ctx context.Context, req shim.UnparkRequest) (rep shim.Start
 		}
 		img := m.w.snapshots[req.Snapshot.ID]
 		if img == nil {
-			m.stop(vmm.Exit{Reason: vmm.ReasonClosed}, "")
+			m.stop(vmm.Exit{Reason: vmm.ReasonClosed}, "", "")
 			return &shim.Error{Code: shim.CodeCorrupt, Message: "snapshot " + string(req.Snapshot.ID) + " is missing"}
 		}
 		if img.memory != m.memory {

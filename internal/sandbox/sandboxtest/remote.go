@@ -228,6 +228,22 @@ func (t remoteTier) Collect(ctx context.Context, roots, keep []snapshot.ID, dryR
 	return out, err
 }
 
+func (t remoteTier) VerifyRemote(_ context.Context, progress func(done, total int64)) (objects int, bytes int64, faults []error, err error) {
+	unlock, ok := t.lock()
+	defer unlock()
+	if !ok || t.r.down {
+		return 0, 0, nil, ErrDown
+	}
+	progress(1, 1)
+	for sandbox, rep := range t.r.replicas {
+		objects++
+		if t.r.images[rep.Snapshot.ID] == nil {
+			faults = append(faults, fmt.Errorf("remote tier: the snapshot of %s is missing", sandbox))
+		}
+	}
+	return objects, 1, faults, nil
+}
+
 func (t remoteTier) Import(ctx context.Context, takeOver bool, to tier.Receiver) error {
 	t.r.mu.Lock()
 	foreign, down, replicas := t.r.Foreign, t.r.down, maps.Clone(t.r.replicas)

@@ -221,14 +221,32 @@ func (w *World) KillShims(sandbox string) int {
 	return n
 }
 
-// Stop lets the guest of a sandbox end; failure is why its memory could not be
-// served, if that was it.
-func (w *World) Stop(sandbox string, exit vmm.Exit, failure string) {
+// Stop lets the guest of a sandbox end.
+func (w *World) Stop(sandbox string, exit vmm.Exit) { w.stop(sandbox, exit, "", "") }
+
+// FailMemory lets the VMM of a sandbox, or with "" those of none, die since its
+// memory could not be served: why, and the shim's code for that.
+func (w *World) FailMemory(sandbox, failure, code string) {
+	w.stop(sandbox, vmm.Exit{Reason: vmm.ReasonCrashed}, failure, code)
+}
+
+func (w *World) stop(sandbox string, exit vmm.Exit, failure, code string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, m := range w.machines {
 		if m.sandbox == sandbox {
-			m.stop(exit, failure)
+			m.stop(exit, failure, code)
+		}
+	}
+}
+
+// EndPagers lets the pagers of all sandboxes end under their guests.
+func (w *World) EndPagers() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, m := range w.machines {
+		if m.sandbox != "" && m.phase != shim.PhaseStopped {
+			m.stop(vmm.Exit{Reason: vmm.ReasonCrashed}, "the pager's mount has ended", shim.CodeFailed)
 		}
 	}
 }

@@ -359,12 +359,17 @@ func (c *Core) Host(context.Context) (sandbox.Host, error) {
 	return sandbox.Host{CPUs: 2, MemoryLimit: 10 << 30, MemoryPromised: 3 << 30, Guests: 2, FreeBytes: 9 << 30, DiskReserve: 1 << 30, Parked: 1, ParkedBytes: 512 << 20}, c.fail("Host")
 }
 
-// StoreVerify tells progress twice and returns Found.
-func (c *Core) StoreVerify(_ context.Context, progress func(done, total int64)) (sandbox.Verify, error) {
+// StoreVerify tells progress twice and returns Found, with one fault more of the
+// remote tier.
+func (c *Core) StoreVerify(_ context.Context, o sandbox.VerifyOptions, progress func(done, total int64)) (sandbox.Verify, error) {
 	if err := c.fail("StoreVerify"); err != nil {
 		return sandbox.Verify{}, err
 	}
 	progress(50, 100)
 	progress(100, 100)
-	return c.Found, nil
+	found := c.Found
+	if o.Remote {
+		found.Faults = append(slices.Clone(found.Faults), "remote tier: packs/x: corrupt")
+	}
+	return found, nil
 }
