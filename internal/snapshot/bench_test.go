@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"fmt"
 	"math/rand/v2"
-	"os"
 	"testing"
 	"time"
 
@@ -67,30 +66,6 @@ func BenchmarkCapture(b *testing.B) {
 				}
 			})
 		}
-	}
-}
-
-// BenchmarkFlatten writes the 150 MiB that are not zero to memory.
-func BenchmarkFlatten(b *testing.B) {
-	_, _, s := benchMachine(b)
-	b.SetBytes(150 << 20)
-	for b.Loop() {
-		b.StopTimer()
-		fd, err := unix.MemfdCreate("image", unix.MFD_CLOEXEC)
-		if err != nil {
-			b.Fatal(err)
-		}
-		file := os.NewFile(uintptr(fd), "image")
-		if err := file.Truncate(s.Metadata().MemoryBytes); err != nil {
-			b.Fatal(err)
-		}
-		b.StartTimer()
-		if err := s.Flatten(b.Context(), file); err != nil {
-			b.Fatal(err)
-		}
-		b.StopTimer()
-		file.Close()
-		b.StartTimer()
 	}
 }
 

@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"slices"
 	"sync"
 
@@ -56,23 +55,6 @@ func (s *Snapshot) Fetch(ctx context.Context, runs []page.Run, yield func(off in
 		return fmt.Errorf("fetch pages of snapshot %s: %w", s.ref.ID, err)
 	}
 	return nil
-}
-
-// Flatten writes the memory image to w, which must read as zeros where nothing was
-// written, as a new file of Metadata().MemoryBytes bytes does: the pages that are not zero,
-// verified. Its errors are those of Fetch and of w; after one, w holds
-// only a part.
-func (s *Snapshot) Flatten(ctx context.Context, w io.WriterAt) error {
-	var runs []page.Run
-	for _, r := range s.manifest.runs {
-		if r.pack != zeroPack {
-			runs = append(runs, page.Run{First: uint64(r.first), Count: uint64(r.count)})
-		}
-	}
-	return s.Fetch(ctx, runs, func(off int64, p []byte) error {
-		_, err := w.WriteAt(p, off)
-		return err
-	})
 }
 
 // fetchRequest is what is read at once: frames of a pack in ascending order, or

@@ -6,8 +6,6 @@ import (
 	"errors"
 	"io"
 	"math/rand/v2"
-	"os"
-	"path/filepath"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -296,59 +294,3 @@ func TestFetchEnds(t *testing.T) {
 		}
 	})
 }
-
-// A flat image is a file that is bit for bit the memory, with holes where
-// nothing but zeros is.
-func TestFlatten(t *testing.T) {
-	r, dir := newRepository(t)
-	m := newMachine(1200)
-	ref := history(t, r, m, rand.New(rand.NewPCG(3, 1)))
-	s := open(t, r, ref)
-	flatten := func(w func(*os.File) io.WriterAt) ([]byte, error) {
-		file, err := os.Create(filepath.Join(t.TempDir(), "image"))
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer file.Close()
-		if err := file.Truncate(s.Metadata().MemoryBytes); err != nil {
-			t.Fatal(err)
-		}
-		ferr := s.Flatten(t.Context(), w(file))
-		b, err := os.ReadFile(file.Name())
-		if err != nil {
-			t.Fatal(err)
-		}
-		return b, ferr
-	}
-	got, err := flatten(func(f *os.File) io.WriterAt { return noZeros{t, f} })
-	if err != nil || !bytes.Equal(got, m.ram) {
-		t.Errorf("not the memory: %v", err)
-	}
-	full := errors.New("full")
-	if _, err := flatten(func(*os.File) io.WriterAt { return failingWriterAt{full} }); !errors.Is(err, full) {
-		t.Errorf("the error is %v", err)
-	}
-	damage(t, dir, packKey(ref.ID), func(b []byte) []byte { b[5000] ^= 1; return b })
-	if _, err := flatten(func(f *os.File) io.WriterAt { return f }); !errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), packKey(ref.ID)) {
-		t.Errorf("the error is %v", err)
-	}
-}
-
-// noZeros complains of pages that need not be written.
-type noZeros struct {
-	t *testing.T
-	w io.WriterAt
-}
-
-func (z noZeros) WriteAt(p []byte, off int64) (int, error) {
-	for i := 0; i < len(p); i += page.Size {
-		if bytes.Equal(p[i:i+page.Size], zeroChunk[:page.Size]) {
-			z.t.Errorf("page %d was written, and is zero", (int(off)+i)/page.Size)
-		}
-	}
-	return z.w.WriteAt(p, off)
-}
-
-type failingWriterAt struct{ err error }
-
-func (w failingWriterAt) WriteAt([]byte, int64) (int, error) { return 0, w.err }
