@@ -68,7 +68,7 @@ type Host interface {
 type Options struct {
 	Template  string
 	N         int           // samples of each row; slow workloads and cold boots get less
-	Sparse    bool          // half as many of rows that no bar needs
+	Sparse    bool          // fewer of rows that no bar needs, and no burst of cold sandboxes without prefetch
 	Scenarios []string      // of Scenarios
 	Workloads []string      // of Workloads
 	Caches    []string      // of Caches

@@ -235,7 +235,7 @@ func TestSparse(t *testing.T) {
 		o.Progress = func(line string) { said = append(said, line) }
 		res := measureAll(t, whole(), o)
 		for k, want := range map[key]int{
-			first(workloadPython50, CacheCold, false): 10, first(workloadPython50, CacheRemote50, true): 5, first(workloadShell, CacheWarm, true): 5,
+			first(workloadPython50, CacheCold, false): 10, first(workloadPython50, CacheRemote50, true): 3, first(workloadPython50, CacheFresh, true): 5, first(workloadShell, CacheWarm, true): 5,
 			selfRow(workloadPython50, CacheWarm, true, 512, MetricRunning): 30,
 		} {
 			if r, _ := find(res, k); r.N != want {

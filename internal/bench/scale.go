@@ -127,7 +127,7 @@ func (r *runner) restart(ctx context.Context) error {
 
 // settleTime is how long a daemon may still be busy with what came before: it
 // collects garbage half a minute after a start or a deletion.
-const settleTime = 45 * time.Second
+const settleTime = 35 * time.Second
 
 // idleCPU returns the processor time that the daemon uses while nobody asks it
 // for anything.
