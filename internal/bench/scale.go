@@ -57,6 +57,9 @@ func (r *runner) crowd(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	if err := r.settle(ctx); err != nil {
+		return err
+	}
 	after, err := r.target.StoreStatus(ctx)
 	if err != nil {
 		return err
