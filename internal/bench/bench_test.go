@@ -194,7 +194,7 @@ func TestNothingIsMadeUp(t *testing.T) {
 		if _, ok := find(res, first(workloadPython50, CacheFresh, true)); !ok {
 			t.Error("what could be measured was not")
 		}
-		for _, want := range []string{"did not park", "eviction: not supported", "no remote store", "daemon's start is not measured"} {
+		for _, want := range []string{"512 MiB: no VMM came from the pool", "did not park", "eviction: not supported", "no remote store", "daemon's start is not measured"} {
 			if !slices.ContainsFunc(res.Notes, func(n string) bool { return strings.Contains(n, want) }) {
 				t.Errorf("no note tells %q: %q", want, res.Notes)
 			}

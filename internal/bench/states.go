@@ -120,6 +120,9 @@ func (r *runner) group(ctx context.Context, group []planned, over func(part floa
 		return err
 	}
 	for _, s := range subjects {
+		if !r.hasPool(s.memory) {
+			r.note("%d MiB: no VMM came from the pool; the states that would have one are named …%s", s.memory, noPool)
+		}
 		if err := s.last(ctx); err != nil {
 			return err
 		}
