@@ -181,6 +181,7 @@ type runner struct {
 	mine     map[string]struct{} // sandboxes that were made and not deleted
 	pools    map[int]bool        // sizes of memory for which a VMM came from the pool
 	poolMost int64               // bytes that the pool was seen to hold
+	restless bool                // the daemon did not come to rest when it was waited for last
 	pace     pace
 }
 

@@ -226,6 +226,27 @@ func TestPoolThatIsOftenEmpty(t *testing.T) {
 	})
 }
 
+// TestRestlessDaemon is measured all the same, and not waited for long.
+func TestRestlessDaemon(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := whole()
+		d.flickers = true
+		o := Quick()
+		o.N, o.Scenarios, o.Workloads, o.Caches = 5, []string{ScenarioStates}, []string{workloadShell}, []string{CacheWarm}
+		begun := time.Now()
+		res := measureAll(t, d, o)
+		if took := time.Since(begun); took > 2*time.Minute {
+			t.Errorf("it took %s", took)
+		}
+		if r, _ := find(res, first(workloadShell, CacheWarm, true)); r.N != 5 {
+			t.Errorf("%+v", r)
+		}
+		if !slices.ContainsFunc(res.Notes, func(n string) bool { return strings.Contains(n, "did not come to rest") }) {
+			t.Errorf("no note tells: %q", res.Notes)
+		}
+	})
+}
+
 // TestSparse takes fewer samples of what no bar is about, and says how far it is.
 func TestSparse(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
