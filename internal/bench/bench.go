@@ -68,7 +68,7 @@ type Host interface {
 type Options struct {
 	Template  string
 	N         int           // samples of each row; slow workloads and cold boots get less
-	Sparse    bool          // half as many of rows that no bar needs
+	Sparse    bool          // fewer of rows that no bar needs, and no burst of cold sandboxes without prefetch
 	Scenarios []string      // of Scenarios
 	Workloads []string      // of Workloads
 	Caches    []string      // of Caches
@@ -181,6 +181,7 @@ type runner struct {
 	mine     map[string]struct{} // sandboxes that were made and not deleted
 	pools    map[int]bool        // sizes of memory for which a VMM came from the pool
 	poolMost int64               // bytes that the pool was seen to hold
+	restless bool                // the daemon did not come to rest when it was waited for last
 	pace     pace
 }
 

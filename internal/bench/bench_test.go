@@ -194,7 +194,7 @@ func TestNothingIsMadeUp(t *testing.T) {
 		if _, ok := find(res, first(workloadPython50, CacheFresh, true)); !ok {
 			t.Error("what could be measured was not")
 		}
-		for _, want := range []string{"did not park", "eviction: not supported", "no remote store", "daemon's start is not measured"} {
+		for _, want := range []string{"512 MiB: no VMM came from the pool", "did not park", "eviction: not supported", "no remote store", "daemon's start is not measured"} {
 			if !slices.ContainsFunc(res.Notes, func(n string) bool { return strings.Contains(n, want) }) {
 				t.Errorf("no note tells %q: %q", want, res.Notes)
 			}
@@ -226,6 +226,27 @@ func TestPoolThatIsOftenEmpty(t *testing.T) {
 	})
 }
 
+// TestRestlessDaemon is measured all the same, and not waited for long.
+func TestRestlessDaemon(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := whole()
+		d.flickers = true
+		o := Quick()
+		o.N, o.Scenarios, o.Workloads, o.Caches = 5, []string{ScenarioStates}, []string{workloadShell}, []string{CacheWarm}
+		begun := time.Now()
+		res := measureAll(t, d, o)
+		if took := time.Since(begun); took > 2*time.Minute {
+			t.Errorf("it took %s", took)
+		}
+		if r, _ := find(res, first(workloadShell, CacheWarm, true)); r.N != 5 {
+			t.Errorf("%+v", r)
+		}
+		if !slices.ContainsFunc(res.Notes, func(n string) bool { return strings.Contains(n, "did not come to rest") }) {
+			t.Errorf("no note tells: %q", res.Notes)
+		}
+	})
+}
+
 // TestSparse takes fewer samples of what no bar is about, and says how far it is.
 func TestSparse(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -235,7 +256,7 @@ func TestSparse(t *testing.T) {
 		o.Progress = func(line string) { said = append(said, line) }
 		res := measureAll(t, whole(), o)
 		for k, want := range map[key]int{
-			first(workloadPython50, CacheCold, false): 10, first(workloadPython50, CacheRemote50, true): 5, first(workloadShell, CacheWarm, true): 5,
+			first(workloadPython50, CacheCold, false): 10, first(workloadPython50, CacheRemote50, true): 3, first(workloadPython50, CacheFresh, true): 5, first(workloadShell, CacheWarm, true): 5,
 			selfRow(workloadPython50, CacheWarm, true, 512, MetricRunning): 30,
 		} {
 			if r, _ := find(res, k); r.N != want {

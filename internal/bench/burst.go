@@ -54,6 +54,9 @@ func (r *runner) bursts(ctx context.Context) error {
 					continue
 				}
 				for _, v := range variants(cache) {
+					if r.opts.Sparse && cache == CacheCold && !v.prefetch {
+						continue
+					}
 					r.say("burst of %d, %s", n, v)
 					if err := r.burst(ctx, subjects[:n], v); err != nil {
 						return errors.Join(err, r.deleteAll(ctx))

@@ -20,12 +20,14 @@ import (
 type fakeDaemon struct {
 	parks, pools, evicts, remote, restarts bool // what it has
 	failResume                             func(n int) error
+	flickers                               bool             // its pool shrinks all the time
 	poolEmpty                              func(n int) bool // nil: never
 
 	mu      sync.Mutex
 	boxes   map[string]*fakeBox
 	made    int
 	resumes int
+	asked   int // for the host
 }
 
 type fakeBox struct {
@@ -211,6 +213,12 @@ func (d *fakeDaemon) DialPort(ctx context.Context, id string, _ int) (net.Conn, 
 func (d *fakeDaemon) Host(context.Context) (api.Host, error) {
 	if !d.pools {
 		return api.Host{}, nil
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.asked++
+	if d.flickers {
+		return api.Host{PoolBytes: 1<<40 - int64(d.asked)}, nil
 	}
 	return api.Host{PoolBytes: 32 << 20}, nil
 }

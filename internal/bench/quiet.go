@@ -20,7 +20,8 @@ const (
 // quiet waits until what came before does not disturb what is measured next:
 // the snapshots of the sandboxes ids are replicated, the pool is full again, and
 // the daemon has nothing to do, so that no upload, compaction or collection is
-// under way. A daemon that does not come to rest is measured all the same, with a note.
+// under way. A daemon that does not come to rest is measured all the same, with
+// a note; the next time it is not waited for as long.
 func (r *runner) quiet(ctx context.Context, ids ...string) error {
 	for _, id := range ids {
 		err := replicated(ctx, r.target, id, quietPatience)
@@ -28,7 +29,13 @@ func (r *runner) quiet(ctx context.Context, ids ...string) error {
 			return err
 		}
 	}
-	waiting, cancel := context.WithTimeout(ctx, quietPatience)
+	r.own.Lock()
+	patience := quietPatience
+	if r.restless {
+		patience /= 10
+	}
+	r.own.Unlock()
+	waiting, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	last := time.Duration(-1)
 	calm := until(waiting, quietWindow, func() bool {
@@ -40,9 +47,11 @@ func (r *runner) quiet(ctx context.Context, ids ...string) error {
 	})
 	if !calm && ctx.Err() == nil {
 		r.note("the daemon did not come to rest within %s before some samples", quietPatience)
-		r.own.Lock()
-		r.poolMost = 0 // it may be smaller from now on
-		r.own.Unlock()
+	}
+	r.own.Lock()
+	defer r.own.Unlock()
+	if r.restless = !calm; r.restless {
+		r.poolMost = 0 // the pool may be smaller from now on
 	}
 	return ctx.Err()
 }

@@ -57,6 +57,9 @@ func (r *runner) crowd(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	if err := r.settle(ctx); err != nil {
+		return err
+	}
 	after, err := r.target.StoreStatus(ctx)
 	if err != nil {
 		return err
@@ -127,7 +130,7 @@ func (r *runner) restart(ctx context.Context) error {
 
 // settleTime is how long a daemon may still be busy with what came before: it
 // collects garbage half a minute after a start or a deletion.
-const settleTime = 45 * time.Second
+const settleTime = 35 * time.Second
 
 // idleCPU returns the processor time that the daemon uses while nobody asks it
 // for anything.

@@ -130,40 +130,39 @@ func (s *subject) sample(ctx context.Context, v variant) error {
 	if v.cache == CacheAwake {
 		return s.awake(ctx, first)
 	}
-	if err := s.fallAsleep(ctx, v, first); err != nil {
-		return err
-	}
-	took, err := s.wake(ctx, v, time.Now())
-	if err != nil {
-		return s.failed(ctx, first, err)
-	}
-	report, err := s.reported(ctx, v, first)
+	took, report, err := s.once(ctx, v, first)
 	if err != nil {
 		return err
 	}
-	s.running(v, report)
-	first = s.key(v, MetricFirst) // by now it is known whether there is a pool
+	first = s.key(v, MetricFirst) // with or without a pool
 	s.add(first, took)
 	s.with(first, func(x *series) { x.workingSet = append(x.workingSet, float64(report.WorkingSetBytes)) })
 	s.before = &first
 	return nil
 }
 
-// sampleRunning takes a sample of a resume alone: its sandbox is not asked for anything.
+// sampleRunning takes a sample of a variant of which only counts when the vCPUs ran.
 func (s *subject) sampleRunning(ctx context.Context, v variant) error {
-	k := s.key(v, MetricRunning)
-	if err := s.fallAsleep(ctx, v, k); err != nil {
-		return err
-	}
-	if _, err := s.target.ResumeWith(ctx, s.id, v.resume); err != nil {
-		return s.failed(ctx, k, err)
-	}
-	s.asleep = false
-	report, err := s.reported(ctx, v, k)
-	if err == nil {
-		s.running(v, report)
-	}
+	_, _, err := s.once(ctx, v, s.key(v, MetricRunning))
 	return err
+}
+
+// once hibernates and resumes the subject, adds when its vCPUs ran, and returns what its
+// first answer took in milliseconds and the report of the resume. A failure counts for k.
+func (s *subject) once(ctx context.Context, v variant, k key) (took float64, report api.ResumeReport, err error) {
+	if err := s.fallAsleep(ctx, v, k); err != nil {
+		return 0, report, err
+	}
+	if took, err = s.wake(ctx, v, time.Now()); err != nil {
+		return 0, report, s.failed(ctx, k, err)
+	}
+	if report, err = s.reported(ctx, v, k); err != nil {
+		return 0, report, err
+	}
+	k = s.key(v, MetricRunning) // by now it is known whether there is a pool
+	s.add(k, UntilRunning(report))
+	s.with(k, func(x *series) { x.phases.add(report.Phases) })
+	return took, report, nil
 }
 
 // fallAsleep hibernates the subject, waits until nothing disturbs its resume and
@@ -201,13 +200,6 @@ func (s *subject) reported(ctx context.Context, v variant, k key) (api.ResumeRep
 		return report, notInPlace{reason: reason, pool: reason == notPooled}
 	}
 	return report, nil
-}
-
-// running adds when the vCPUs ran after a resume, and its phases.
-func (s *subject) running(v variant, report api.ResumeReport) {
-	k := s.key(v, MetricRunning)
-	s.add(k, UntilRunning(report))
-	s.with(k, func(x *series) { x.phases.add(report.Phases) })
 }
 
 // wake resumes the sandbox as v says, and returns the milliseconds from begun to
@@ -291,10 +283,13 @@ func (s *subject) last(ctx context.Context) error {
 // every returns in one of how many rounds a variant is sampled.
 func (s *subject) every(v variant) int {
 	judged := slices.Contains(judgedCaches, v.cache) && (s.workload.name == workloadPython50 || s.workload.name == workloadPython300)
-	if s.opts.Sparse && !judged {
-		return 2 * s.workload.share
+	switch {
+	case !s.opts.Sparse || judged:
+		return s.workload.share
+	case isRemote(v.cache): // a lazy one waits for the store some hundred times
+		return 4 * s.workload.share
 	}
-	return s.workload.share
+	return 2 * s.workload.share
 }
 
 func workingSet(sb api.Sandbox) *api.WorkingSetReport {

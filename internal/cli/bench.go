@@ -58,7 +58,7 @@ either. docs/bench.md tells how to read the result.`,
 	f.BoolVar(&o.full, "full", false, "everything")
 	cmd.MarkFlagsMutuallyExclusive("quick", "full")
 	f.StringVar(&o.template, "template", defaultTemplate, "`TEMPLATE` of the sandboxes")
-	f.IntVarP(&o.samples, "samples", "n", 0, "samples of each row (default: quick 5, full 10, or 5 of rows that no bar needs)")
+	f.IntVarP(&o.samples, "samples", "n", 0, "samples of each row (default: quick 5, full 10, fewer of rows that no bar needs)")
 	f.StringSliceVar(&o.scenarios, "scenario", nil, "only these: "+strings.Join(bench.Scenarios, ", "))
 	f.StringSliceVar(&o.workloads, "workload", nil, "only these: "+strings.Join(bench.Workloads, ", "))
 	f.StringSliceVar(&o.caches, "cache", nil, "only these cache states: "+strings.Join(bench.Caches, ", "))

@@ -144,7 +144,9 @@ func (h *host) cutStreams() {
 func (r *StartReport) subtract(before StartReport) {
 	r.BytesRead -= before.BytesRead
 	r.Faults -= before.Faults
+	r.DemandPages -= before.DemandPages
 	r.PrefetchedBytes -= before.PrefetchedBytes
+	r.BytesFetched -= before.BytesFetched
 	r.WorkingSetBytes = 0 // it is the one of the resume before
 }
 
