@@ -282,7 +282,8 @@ func (s *subject) last(ctx context.Context) error {
 
 // every returns in one of how many rounds a variant is sampled.
 func (s *subject) every(v variant) int {
-	judged := slices.Contains(judgedCaches, v.cache) && (s.workload.name == workloadPython50 || s.workload.name == workloadPython300)
+	judged := slices.Contains(judgedCaches, v.cache) && (s.workload.name == workloadPython50 || s.workload.name == workloadPython300) &&
+		(v.prefetch || s.workload.name == workloadPython50 && s.memory == 512)
 	switch {
 	case !s.opts.Sparse || judged:
 		return s.workload.share
