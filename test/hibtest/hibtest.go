@@ -62,6 +62,21 @@ func StartBare(t testing.TB, env ...string) *Daemon {
 	return start(t, tempDir(t), Bare, env...)
 }
 
+// StartWith is Start with flags of hib serve.
+func StartWith(t testing.TB, flags []string, env ...string) *Daemon {
+	t.Helper()
+	return start(t, tempDir(t), flags, env...)
+}
+
+// StartOn starts another daemon on a data folder that no daemon uses.
+func StartOn(t testing.TB, data string, flags []string) *Daemon {
+	t.Helper()
+	d := &Daemon{flags: flags, Data: data, t: t, bin: binFolder(t), log: filepath.Join(filepath.Dir(data), "serve-other.log")}
+	t.Cleanup(d.destroy)
+	d.Run()
+	return d
+}
+
 // StartIn is Start on a copy of the fixture in the folder dir.
 func StartIn(t testing.TB, dir string, env ...string) *Daemon {
 	t.Helper()
