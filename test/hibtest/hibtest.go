@@ -49,7 +49,7 @@ type Daemon struct {
 // and so is every machine that it left.
 func Start(t testing.TB, env ...string) *Daemon {
 	t.Helper()
-	return StartIn(t, tempDir(t), env...)
+	return StartIn(t, tempDir(t), nil, env...)
 }
 
 // Bare are the flags of a daemon that holds no machine but those of guests that
@@ -77,10 +77,10 @@ func StartOn(t testing.TB, data string, flags []string) *Daemon {
 	return d
 }
 
-// StartIn is Start on a copy of the fixture in the folder dir.
-func StartIn(t testing.TB, dir string, env ...string) *Daemon {
+// StartIn is StartWith on a copy of the fixture in the folder dir.
+func StartIn(t testing.TB, dir string, flags []string, env ...string) *Daemon {
 	t.Helper()
-	return start(t, dir, nil, env...)
+	return start(t, dir, flags, env...)
 }
 
 func start(t testing.TB, dir string, flags []string, env ...string) *Daemon {
