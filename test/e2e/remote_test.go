@@ -156,8 +156,16 @@ func (f *far) testUnreliable(t *testing.T) {
 			}
 			return faultproxy.Fault{}
 		})
-		f.check(t)
+		hibtest.Eventually(t, "it resumes", func() bool {
+			_, stderr, code := f.d.Try("resume", f.id)
+			if code != 0 {
+				t.Logf("exit %d: %s", code, stderr)
+			}
+			return code == 0
+		})
+		f.srv.TryGet("/sum") // may take too long, but reads all of the memory
 		f.remote.Proxy.Set(nil)
+		f.check(t)
 	})
 	for _, kind := range []faultproxy.Kind{faultproxy.Truncated, faultproxy.Slow} {
 		t.Run("always "+string(kind), func(t *testing.T) {
