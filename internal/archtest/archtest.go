@@ -75,6 +75,6 @@ var Allowed = map[string][]string{
 	"internal/sandbox/sandboxtest":     {"internal/catalog", "internal/catalog/catalogtest", "internal/guestapi", "internal/sandbox", "internal/shim", "internal/snapshot", "internal/template", "internal/tier", "internal/vmm"},
 	"internal/catalog/catalogtest":     {"internal/catalog"},
 	"demo":                             {"api", "client", "internal/bench"},
-	"test/hibtest":                     {"api", "internal/bench", "internal/shim"},
+	"test/hibtest":                     {"api", "internal/bench", "internal/blob/s3", "internal/blob/s3/faultproxy", "internal/blob/s3/s3test", "internal/shim"},
 	"test/recordfs":                    {},
 }

@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/hibernacle/hibernacle/internal/page"
 )
 
@@ -77,6 +79,60 @@ func TestCloseUnderAMapping(t *testing.T) {
 	}
 	if !c.try(command{Op: "read", Off: testSize - page.Size, Len: 1}).Fault {
 		t.Error("reading after Close was no fault")
+	}
+}
+
+// TestEndedFromOutside: a mount that is aborted or unmounted under a process
+// fails its slots, whether somebody reads or not.
+func TestEndedFromOutside(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("needs root to unmount")
+	}
+	for name, flags := range map[string]int{"aborted": unix.MNT_FORCE | unix.MNT_DETACH, "unmounted": unix.MNT_DETACH} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			s, err := Mount(dir, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer s.Close()
+			l, err := s.NewSlot("ram", testSize)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := l.Bind(pattern(testSize)); err != nil {
+				t.Fatal(err)
+			}
+			if err := s.Check(); err != nil || l.Err() != nil {
+				t.Fatalf("Check = %v, Err = %v", err, l.Err())
+			}
+			if err := unix.Unmount(dir, flags); err != nil {
+				t.Fatal(err)
+			}
+			select {
+			case <-l.Failed():
+			case <-time.After(time.Minute):
+				t.Fatal("the slot has not failed")
+			}
+			if err := s.Check(); !errors.Is(err, ErrEnded) || !errors.Is(l.Err(), ErrEnded) {
+				t.Errorf("Check = %v, Err = %v", err, l.Err())
+			}
+		})
+	}
+}
+
+// TestClosedIsNoFailure: slots do not fail because their server was closed.
+func TestClosedIsNoFailure(t *testing.T) {
+	s, err := Mount(t.TempDir(), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := s.NewSlot("ram", testSize)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Close(); err != nil || l.Err() != nil {
+		t.Errorf("Close = %v, Err = %v", err, l.Err())
 	}
 }
 

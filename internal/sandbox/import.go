@@ -49,7 +49,7 @@ func (c *Core) Import(ctx context.Context, takeOver bool, progress func(done, to
 		return im.out, &Error{Kind: ErrConflict, Message: "nothing was imported", Cause: err,
 			Hint: "hib store import --take-over is for that case: two nodes that write to one store destroy each other's snapshots"}
 	case err != nil:
-		return im.out, unavailable(causeOf(ctx, err), "the import did not come to its end")
+		return im.out, stepError(causeOf(ctx, err), "the import did not come to its end")
 	}
 	return im.out, nil
 }

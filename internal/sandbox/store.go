@@ -36,7 +36,7 @@ func (c *Core) StoreVerify(ctx context.Context, o VerifyOptions, progress func(d
 		return c.verifyLocal(ctx, progress)
 	}
 	if c.cfg.Tier == nil {
-		return Verify{}, &Error{Kind: ErrInvalid, Message: "there is no remote store to verify", Hint: "hib serve --store names one"}
+		return Verify{}, noRemote("there is nothing to verify")
 	}
 	var local int64 // bytes
 	v, err := c.verifyLocal(ctx, func(done, total int64) {

@@ -6,10 +6,14 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/hibernacle/hibernacle/internal/guestapi"
+	"github.com/hibernacle/hibernacle/internal/pager"
 	"github.com/hibernacle/hibernacle/internal/snapshot"
 	"github.com/hibernacle/hibernacle/internal/vmm"
 	"github.com/hibernacle/hibernacle/internal/vmm/fake"
@@ -324,11 +328,29 @@ func TestUnservedMemory(t *testing.T) {
 		t.Fatal("a lost page was read")
 	}
 	s := r.waitPhase(PhaseStopped)
-	if s.Failure == "" || s.Exit == nil {
+	if s.Failure == "" || s.Code != CodeCorrupt || s.Exit == nil {
 		t.Errorf("the status is %+v", s)
 	}
 	_, err = r.client.Capture(context.Background(), captureRequest(1))
 	wantCode(t, err, CodeStopped, key)
 	_, err = r.client.Dial(context.Background(), fake.UserPort)
 	wantCode(t, err, CodeStopped, key)
+}
+
+// TestPagerEnds: a machine whose pager is unmounted under it ends with that
+// reason, and no object is to blame.
+func TestPagerEnds(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("needs root to unmount")
+	}
+	store, ref := sealed(t)
+	r := newRig(t, rigOptions{store: store})
+	r.resume(ref)
+	if err := unix.Unmount(memDir(r.cfg.Dir), unix.MNT_FORCE|unix.MNT_DETACH); err != nil {
+		t.Fatal(err)
+	}
+	s := r.waitPhase(PhaseStopped)
+	if s.Code != CodeFailed || !strings.Contains(s.Failure, pager.ErrEnded.Error()) || s.Exit == nil {
+		t.Errorf("the status is %+v", s)
+	}
 }

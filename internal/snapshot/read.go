@@ -95,7 +95,7 @@ func (s *Snapshot) openPacks(ctx context.Context, store blob.Store) error {
 				cache = remote
 			}
 			s.packs[i], err = pack.Open(o, o.Size(), &p.summary, cache)
-			return objectError(packKey(p.id), err)
+			return packError(p.id, isRemote(o), err)
 		})
 	}
 	return g.Wait()
@@ -239,9 +239,20 @@ func (s *Snapshot) read(p []byte, off int64, readPack func(*pack.Reader, []byte,
 	return n, nil
 }
 
+// packError names the pack in an error about its content, and the remote store
+// if it is read from there: an error of that store names it by itself.
+func packError(id ID, remote bool, err error) error {
+	damaged := errors.Is(err, pack.ErrCorrupt) || errors.Is(err, pack.ErrVersion)
+	err = objectError(packKey(id), err)
+	if damaged && remote {
+		return fmt.Errorf("remote store: %w", err)
+	}
+	return err
+}
+
 // readError says that guest page n cannot be read from a pack.
 func (s *Snapshot) readError(n, pack uint32, err error) error {
-	return fmt.Errorf("read page %d of snapshot %s: %w", n, s.ref.ID, objectError(packKey(s.manifest.packs[pack].id), err))
+	return fmt.Errorf("read page %d of snapshot %s: %w", n, s.ref.ID, packError(s.manifest.packs[pack].id, s.packs[pack].Remote(), err))
 }
 
 // State returns the machine's saved state, verified. Errors name the object.

@@ -48,7 +48,8 @@ func (r *Repository) Status(ctx context.Context) (Status, error) {
 // ErrCorrupt or ErrVersion where it can. err says why the check itself could
 // not go on, also because a store could not be asked (blob.ErrUnavailable). Objects
 // that are deleted meanwhile are no fault. Packs that manifests name and the store does
-// not list, but has, are only looked at: they are those of another tier.
+// not list, but has, are those of another tier: of them only the index is read, if that
+// tier can be asked.
 func (r *Repository) Verify(ctx context.Context, progress func(done, total int64)) (objects int, bytes int64, faults []error, err error) {
 	v := verification{repo: r, progress: progress, named: make(map[ID]*namedPack)}
 	if err := v.run(ctx); err != nil {
@@ -110,7 +111,11 @@ func (v *verification) run(ctx context.Context) error {
 		delete(v.named, id)
 	}
 	for _, id := range slices.Sorted(maps.Keys(v.named)) {
-		if err := v.pack(ctx, id, false); err != nil {
+		err := v.pack(ctx, id, false)
+		if errors.Is(err, blob.ErrUnavailable) {
+			break // the check of their own tier will tell
+		}
+		if err != nil {
 			return err
 		}
 	}
@@ -207,8 +212,7 @@ func (r *Repository) verifyState(ctx context.Context, id ID, want *stateRef) err
 }
 
 // pack checks a pack, against the manifests' record if there is one. Of one that
-// the store did not list only the index is read; that it cannot be asked for is
-// no matter: the check of its own tier will tell.
+// the store did not list only the index is read.
 func (v *verification) pack(ctx context.Context, id ID, listed bool) error {
 	var want *pack.Summary
 	var by []ID
@@ -216,20 +220,16 @@ func (v *verification) pack(ctx context.Context, id ID, listed bool) error {
 		want, by = &n.summary, n.by
 	}
 	o, err := v.repo.store.Open(ctx, packKey(id))
-	if !listed && errors.Is(err, blob.ErrUnavailable) {
-		return nil
+	if !errors.Is(err, blob.ErrUnavailable) {
+		v.objects++
 	}
-	v.objects++
 	if err != nil {
 		return v.fault(ctx, v.unlessDeleted(ctx, objectError(packKey(id), err), by...))
 	}
 	defer o.Close()
 	p, err := pack.Open(o, o.Size(), want, nil)
-	if !listed && (err == nil || errors.Is(err, blob.ErrUnavailable)) {
-		return ctx.Err()
-	}
-	if err != nil {
-		return v.fault(ctx, objectError(packKey(id), err))
+	if err != nil || !listed {
+		return v.fault(ctx, packError(id, !listed, err))
 	}
 	left := o.Size()
 	err = p.Verify(func(n int64) error {

@@ -9,6 +9,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"syscall"
 
 	"github.com/hibernacle/hibernacle/internal/blob"
 	"github.com/hibernacle/hibernacle/internal/failpoint"
@@ -79,7 +80,7 @@ func (i *importing) run(ctx context.Context, takeOver bool) error {
 	}
 	for _, r := range records {
 		err := i.sandbox(ctx, r)
-		if ctx.Err() != nil || errors.Is(err, blob.ErrUnavailable) || errors.Is(err, blob.ErrNoSpace) {
+		if ctx.Err() != nil || errors.Is(err, blob.ErrUnavailable) || isFull(err) {
 			return err // it concerns them all
 		}
 		if err != nil {
@@ -87,6 +88,12 @@ func (i *importing) run(ctx context.Context, takeOver bool) error {
 		}
 	}
 	return nil
+}
+
+// isFull tells whether err says that the disk is full: that of the store, or that
+// of the templates' folder.
+func isFull(err error) bool {
+	return errors.Is(err, blob.ErrNoSpace) || errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT)
 }
 
 // records returns the newest record of each sandbox, in the order of the sandboxes.

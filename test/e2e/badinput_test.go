@@ -130,13 +130,15 @@ func flipBits(path string) error {
 }
 
 // TestFullDisk: a hibernation that finds no room cancels and says so, and
-// the sandbox goes on.
+// the sandbox goes on. So does one whose packs are to come back from the remote
+// store, and an import is repeated when there is room.
 func TestFullDisk(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("needs root to mount a small file system")
 	}
 	dir := hibtest.SmallDisk(t, "3g")
-	d := hibtest.StartIn(t, dir)
+	remote := hibtest.StartRemote(t)
+	d := hibtest.StartIn(t, dir, remote.Flags("node"))
 	id := d.Create("--memory", "512")
 	srv := d.StartServer(id, 100, 8000)
 	hog := filepath.Join(dir, "hog")
@@ -158,6 +160,41 @@ func TestFullDisk(t *testing.T) {
 	d.Hib("hibernate", id)
 	if got := srv.Get("/sum").Sum; got != srv.WantSum() {
 		t.Errorf("checksum after the hibernation is %d, want %d", got, srv.WantSum())
+	}
+	asleep := func() {
+		d.Hib("hibernate", id)
+		hibtest.Eventually(t, "it is replicated", func() bool { return d.Inspect(id).Replication.State == "replicated" })
+	}
+	asleep()
+	d.Hib("store", "evict", "--local", id)
+	d.Hib("resume", id)
+	hibtest.FillDisk(t, hog, 1<<20)
+	hibtest.Eventually(t, "it stays remote", func() bool { return strings.Contains(d.Log(), "a snapshot stays remote") })
+	if got := srv.Get("/sum").Sum; got != srv.WantSum() {
+		t.Errorf("checksum from the remote store is %d, want %d", got, srv.WantSum())
+	}
+	if err := os.Remove(hog); err != nil {
+		t.Fatal(err)
+	}
+	asleep()
+
+	d.Stop()
+	if err := os.RemoveAll(d.Data); err != nil {
+		t.Fatal(err)
+	}
+	d.Run()
+	hibtest.FillDisk(t, hog, 8<<20)
+	_, stderr, code = d.Try("store", "import", "--take-over")
+	t.Logf("exit %d: %s", code, stderr)
+	if code == 0 || !strings.Contains(stderr, "space") {
+		t.Fatalf("import to a full disk: exit %d, %q", code, stderr)
+	}
+	if err := os.Remove(hog); err != nil {
+		t.Fatal(err)
+	}
+	d.Hib("store", "import", "--take-over")
+	if got := srv.Get("/sum").Sum; got != srv.WantSum() {
+		t.Errorf("checksum after the import is %d, want %d", got, srv.WantSum())
 	}
 }
 

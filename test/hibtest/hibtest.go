@@ -49,7 +49,7 @@ type Daemon struct {
 // and so is every machine that it left.
 func Start(t testing.TB, env ...string) *Daemon {
 	t.Helper()
-	return StartIn(t, tempDir(t), env...)
+	return StartIn(t, tempDir(t), nil, env...)
 }
 
 // Bare are the flags of a daemon that holds no machine but those of guests that
@@ -62,10 +62,25 @@ func StartBare(t testing.TB, env ...string) *Daemon {
 	return start(t, tempDir(t), Bare, env...)
 }
 
-// StartIn is Start on a copy of the fixture in the folder dir.
-func StartIn(t testing.TB, dir string, env ...string) *Daemon {
+// StartWith is Start with flags of hib serve.
+func StartWith(t testing.TB, flags []string, env ...string) *Daemon {
 	t.Helper()
-	return start(t, dir, nil, env...)
+	return start(t, tempDir(t), flags, env...)
+}
+
+// StartOn starts another daemon on a data folder that no daemon uses.
+func StartOn(t testing.TB, data string, flags []string) *Daemon {
+	t.Helper()
+	d := &Daemon{flags: flags, Data: data, t: t, bin: binFolder(t), log: filepath.Join(filepath.Dir(data), "serve-other.log")}
+	t.Cleanup(d.destroy)
+	d.Run()
+	return d
+}
+
+// StartIn is StartWith on a copy of the fixture in the folder dir.
+func StartIn(t testing.TB, dir string, flags []string, env ...string) *Daemon {
+	t.Helper()
+	return start(t, dir, flags, env...)
 }
 
 func start(t testing.TB, dir string, flags []string, env ...string) *Daemon {
