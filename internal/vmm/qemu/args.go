@@ -127,7 +127,9 @@ func arguments(config Config, hw hardware, spec vmm.Spec, f files) []string {
 		"-chardev", fmt.Sprintf("socket,id=console,fd=%d", consoleFD),
 		"-serial", "chardev:console",
 		"-netdev", fmt.Sprintf("stream,id=net,server=off,addr.type=fd,addr.str=%d", networkFD),
-		"-device", fmt.Sprintf("virtio-net-pci,netdev=net,mac=%s,romfile=,addr=%#x", spec.MAC, networkSlot),
+		// A guest that was moved would be asked to announce its address. Nobody has
+		// to learn it, and the guest has better things to do.
+		"-device", fmt.Sprintf("virtio-net-pci,netdev=net,mac=%s,romfile=,guest_announce=off,addr=%#x", spec.MAC, networkSlot),
 	}
 	for i := range rootPorts {
 		args = append(args, "-device", fmt.Sprintf("pcie-root-port,id=rp%d,chassis=%d,addr=%#x", i, i+1, rootPortSlot+i))

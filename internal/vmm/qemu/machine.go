@@ -73,15 +73,9 @@ func (m *machine) greet(ctx context.Context) error {
 	if !m.incoming {
 		return nil
 	}
-	err := m.execute(ctx, "migrate-set-capabilities", map[string]any{
+	return m.execute(ctx, "migrate-set-capabilities", map[string]any{
 		"capabilities": []map[string]any{{"capability": "events", "state": true}},
 	}, nil)
-	if err != nil {
-		return err
-	}
-	// A guest is told of its move by default, and asked to announce its address.
-	// Nobody has to learn it, and the guest has better things to do.
-	return m.execute(ctx, "migrate-set-parameters", map[string]any{"announce-rounds": 0}, nil)
 }
 
 // copyConsole hands what the guest prints to w until the connection ends. The
