@@ -48,7 +48,7 @@ restore of the same guest. It ends with what the figures are held against.
 The sandboxes that it makes are deleted again. With --sandbox it measures one of
 yours instead: it is hibernated and resumed many times, and left as it was.
 
---quick takes a few minutes, --full about twenty. The other flags choose from
+--quick takes a few minutes, --full about twenty-five. The other flags choose from
 either. docs/bench.md tells how to read the result.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return runBench(cmd.Context(), a, o) },

@@ -78,7 +78,6 @@ func (u *upload) enter(s Status) {
 	u.tier.mu.Lock()
 	u.entry.status = s
 	u.tier.mu.Unlock()
-	u.tier.changed(u.replica.Sandbox)
 }
 
 // recorded tells whether the record is the only one of its sandbox in the

@@ -81,13 +81,12 @@ type Status struct {
 
 // Config is what a Tier works on.
 type Config struct {
-	Local    *disk.Store
-	Remote   blob.Store
-	Where    string                         // the remote store, as people are shown it: without secrets
-	Node     string                         // id of this data folder, of [a-z0-9]
-	Budget   int64                          // bytes that local packs may take up, 0: no limit
-	Log      *slog.Logger                   // nil: silent
-	OnChange func(sandbox string, s Status) // called at each change of a status; it must not block, nor call Replicate. nil: not wanted
+	Local  *disk.Store
+	Remote blob.Store
+	Where  string       // the remote store, as people are shown it: without secrets
+	Node   string       // id of this data folder, of [a-z0-9]
+	Budget int64        // bytes that local packs may take up, 0: no limit
+	Log    *slog.Logger // nil: silent
 }
 
 // forgottenPrefix begins the keys of the local objects that note which sandboxes' remote
@@ -112,8 +111,6 @@ type Tier struct {
 
 	wake      chan struct{} // something to do for the worker
 	promoting chan struct{} // something to do for the one that fetches
-
-	telling sync.Mutex // held while OnChange is called
 
 	mu        sync.Mutex
 	entries   map[string]*entry
@@ -238,7 +235,6 @@ func (t *Tier) Replicate(r Replica) {
 	if forgotten {
 		t.unmark(r.Sandbox)
 	}
-	t.changed(r.Sandbox)
 	t.kick()
 }
 
@@ -297,26 +293,6 @@ func (t *Tier) Status(sandbox string, id snapshot.ID) Status {
 		s.Err = t.down.err
 	}
 	return s
-}
-
-// changed tells the present status of a sandbox. Of two calls the second tells
-// what is not older.
-func (t *Tier) changed(sandbox string) {
-	if t.cfg.OnChange == nil {
-		return
-	}
-	t.telling.Lock()
-	defer t.telling.Unlock()
-	t.mu.Lock()
-	e, ok := t.entries[sandbox]
-	var s Status
-	if ok {
-		s = e.status
-	}
-	t.mu.Unlock()
-	if ok {
-		t.cfg.OnChange(sandbox, s)
-	}
 }
 
 // Usage is what one tier holds.
