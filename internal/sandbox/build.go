@@ -78,7 +78,7 @@ func (c *Core) BuildTemplate(ctx context.Context, o BuildOptions, progress func(
 
 func buildShape(o BuildOptions) (vmm.Shape, error) {
 	if !templatePattern.MatchString(o.Name) {
-		return vmm.Shape{}, invalid("the template name %q is not usable: take 1 to 63 of a-z, 0-9, '.', '_' and '-'", clip(o.Name))
+		return vmm.Shape{}, invalidTemplateName(o.Name)
 	}
 	shape := DefaultShape
 	if o.MemoryMiB != 0 {
@@ -88,6 +88,10 @@ func buildShape(o BuildOptions) (vmm.Shape, error) {
 		shape.CPUs = o.CPUs
 	}
 	return shape, checkShape(shape)
+}
+
+func invalidTemplateName(name string) error {
+	return invalid("the template name %q is not usable: take 1 to 63 of a-z, 0-9, '.', '_' and '-'", clip(name))
 }
 
 // beginWork returns a context for work that ends with ctx or with the core. It
@@ -201,6 +205,10 @@ func (c *Core) base(ctx context.Context, name string, number int, shape vmm.Shap
 	if b, ok := v.base(shape); ok && b.Snapshot != nil {
 		c.mu.Unlock()
 		return b, nil
+	}
+	if v.MadeOf != "" {
+		c.mu.Unlock()
+		return baseRecord{}, madeOfOne(name, v, shape)
 	}
 	f := c.boots[key]
 	if f == nil {

@@ -148,11 +148,12 @@ func (c *Core) compact(ctx context.Context, e *entry) (snapshot.Compacted, error
 	return done, failpoint.Hit(ctx, fpCompactSwapped)
 }
 
-// compactable returns the snapshot of a sandbox that is its own.
+// compactable returns the snapshot of a sandbox that is its own, and not one
+// of its checkpoints: that one stays as it is.
 func (e *entry) compactable() (snapshot.Ref, bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.unsettled || e.gone || e.doomed > 0 || e.rec.Fresh || e.rec.Snapshot == nil ||
+	if e.unsettled || e.gone || e.doomed > 0 || e.rec.Fresh || e.rec.Snapshot == nil || e.rec.kept(e.rec.Snapshot.ID) ||
 		e.rec.State != StateStandby && e.rec.State != StateRunning {
 		return snapshot.Ref{}, false
 	}
@@ -167,7 +168,7 @@ func (c *Core) swapSnapshot(ctx context.Context, e *entry, old, now snapshot.Ref
 		if ref, ok := e.compactable(); !ok || ref != old {
 			return errSuperseded
 		}
-		return c.change(ctx, e, func(r *record) { r.commit(now, meta) })
+		return c.change(ctx, e, func(r *record) { r.swap(now, meta) })
 	})
 	switch {
 	case err == nil:
@@ -213,14 +214,17 @@ func (c *Core) worthCompacting(ctx context.Context, e *entry, ref snapshot.Ref) 
 	return shared, true, nil
 }
 
-// packUsers returns, for each pack that a record's snapshot uses, how many
-// records there are of which that is so. It reads each manifest once.
+// packUsers returns, for each pack that a record's snapshot or checkpoint uses,
+// how many of these there are. It reads each manifest once.
 func (c *Core) packUsers(ctx context.Context) map[snapshot.ID]int {
 	names := map[snapshot.Ref]int{}
 	for _, e := range c.all() {
 		e.mu.Lock()
 		if s := e.rec.Snapshot; s != nil {
 			names[*s]++
+		}
+		for _, c := range e.rec.Checkpoints {
+			names[c.Snapshot]++
 		}
 		e.mu.Unlock()
 	}

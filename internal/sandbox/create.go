@@ -75,6 +75,9 @@ func (c *Core) Create(ctx context.Context, o CreateOptions) (Sandbox, error) {
 		Labels: o.Labels, Env: o.Env, Allow: o.Allow, Deny: o.Deny,
 		AccessToken: newToken(), CreatedAt: time.Now().UTC(), State: StateCreating,
 	}
+	if o.ColdBoot && v.MadeOf != "" {
+		return Sandbox{}, invalid("template %s was made of sandbox %s: it has a snapshot and nothing to boot", o.Template, v.MadeOf)
+	}
 	if !o.ColdBoot {
 		b, err := c.base(ctx, o.Template, v.Number, shape)
 		if err != nil {
@@ -89,11 +92,26 @@ func (c *Core) Create(ctx context.Context, o CreateOptions) (Sandbox, error) {
 
 // create makes the sandbox of a record that is not in the catalog yet.
 func (c *Core) create(ctx context.Context, rec record, boot bool) (Sandbox, error) {
-	e := newEntry(rec, 0)
-	e.turn <- struct{}{} // nobody else touches it before it is there
-	if err := c.insert(e); err != nil {
+	e, err := c.announce(rec)
+	if err != nil {
 		return Sandbox{}, err
 	}
+	if err := c.bringUp(ctx, e, boot); err != nil {
+		return Sandbox{}, err
+	}
+	return c.view(e), nil
+}
+
+// announce makes a record that is not in the catalog yet known to the core:
+// from then on what it names is needed. The caller has the turn.
+func (c *Core) announce(rec record) (*entry, error) {
+	e := newEntry(rec, 0)
+	e.turn <- struct{}{} // nobody else touches it before it is there
+	return e, c.insert(e)
+}
+
+// bringUp records and starts a sandbox that was announced, or takes it back.
+func (c *Core) bringUp(ctx context.Context, e *entry, boot bool) error {
 	begun := time.Now()
 	done, op, err := c.begin(ctx, e, opStart, func(ctx context.Context, _ *operation) error {
 		err := c.establish(ctx, e, boot)
@@ -106,15 +124,12 @@ func (c *Core) create(ctx context.Context, rec record, boot bool) (Sandbox, erro
 	})
 	if err != nil {
 		c.uninsert(e)
-		return Sandbox{}, err
+		return err
 	}
 	// Nobody but the caller learns of the sandbox: without it, it goes.
 	stop := context.AfterFunc(ctx, func() { op.cancel(context.Cause(ctx)) })
 	defer stop()
-	if err := <-done; err != nil {
-		return Sandbox{}, err
-	}
-	return c.view(e), nil
+	return <-done
 }
 
 // establish records a sandbox and starts it, or takes it back.
@@ -202,9 +217,17 @@ func (c *Core) uninsert(e *entry) {
 	}
 }
 
+// checkName checks a name of a sandbox; "" is none.
+func checkName(name string) error {
+	if name != "" && (!namePattern.MatchString(name) || idPattern.MatchString(name)) {
+		return invalid("the name %q is not usable: take 1 to 63 of a-z, 0-9 and '-', not '-' at an end, and not 20 letters and digits as in an id", clip(name))
+	}
+	return nil
+}
+
 func (c *Core) checkOptions(o CreateOptions) error {
-	if o.Name != "" && (!namePattern.MatchString(o.Name) || idPattern.MatchString(o.Name)) {
-		return invalid("the name %q is not usable: take 1 to 63 of a-z, 0-9 and '-', not '-' at an end, and not 20 letters and digits as in an id", clip(o.Name))
+	if err := checkName(o.Name); err != nil {
+		return err
 	}
 	if err := checkShape(vmm.Shape{MemoryMiB: o.MemoryMiB, CPUs: o.CPUs}); err != nil {
 		return err

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 )
@@ -35,10 +36,11 @@ type entry struct {
 type opKind int
 
 const (
-	opCheck     opKind = iota // never cancelled
-	opStart                   // creation, resume: cancelled by a deletion
-	opHibernate               // cancelled by a request or a deletion, until it is late
-	opDelete                  // never cancelled, runs without settling first
+	opCheck      opKind = iota // never cancelled
+	opStart                    // creation, resume: cancelled by a deletion
+	opHibernate                // cancelled by a request or a deletion, until it is late
+	opCheckpoint               // cancelled by a deletion, until it is late; a request waits for it
+	opDelete                   // never cancelled, runs without settling first
 )
 
 // operation is one turn at a sandbox.
@@ -78,7 +80,12 @@ func (e *entry) interrupt(cause error) {
 	if e.op == nil || e.op.late {
 		return
 	}
-	if e.op.kind == opHibernate || e.op.kind == opStart && cause != errRequest {
+	switch e.op.kind {
+	case opStart, opCheckpoint:
+		if cause != errRequest {
+			e.op.cancel(cause)
+		}
+	case opHibernate:
 		e.op.cancel(cause)
 	}
 }
@@ -87,7 +94,7 @@ func (e *entry) interrupt(cause error) {
 func (e *entry) tooLate(ctx context.Context, op *operation) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.dials > 0 {
+	if e.dials > 0 && op.kind == opHibernate {
 		op.cancel(errRequest)
 	}
 	if ctx.Err() != nil {
@@ -272,6 +279,7 @@ func (c *Core) retry(e *entry) {
 func (c *Core) change(ctx context.Context, e *entry, mutate func(*record)) error {
 	next := e.rec
 	mutate(&next)
+	next.Version = recordVersion
 	from := e.rec.State
 	if !allowed(from, next.State) {
 		return conflict("", "sandbox %s cannot go from %s to %s", e.id, from, next.State)
@@ -290,7 +298,8 @@ func (c *Core) change(ctx context.Context, e *entry, mutate func(*record)) error
 		return stepError(err, "record sandbox %s as %s", e.id, next.State)
 	}
 	isNew := e.rev == 0
-	portable := next.Snapshot != e.rec.Snapshot || !next.LastUsed.Equal(e.rec.LastUsed) || next.Name != e.rec.Name
+	portable := next.Snapshot != e.rec.Snapshot || !next.LastUsed.Equal(e.rec.LastUsed) || next.Name != e.rec.Name ||
+		!slices.EqualFunc(next.Checkpoints, e.rec.Checkpoints, checkpoint.same)
 	e.mu.Lock()
 	e.rec, e.rev = next, rev
 	e.mu.Unlock()

@@ -38,10 +38,9 @@ func (c *Core) Hibernate(ctx context.Context, id string, o HibernateOptions) (Sa
 			return conflict("", "sandbox %s is %s", e.id, e.rec.State)
 		}
 		begun := time.Now()
-		err := c.hibernate(ctx, e, op, o, begun)
-		report := HibernateReport{TotalMS: since(begun)}
-		if err == nil {
-			report = *e.rec.LastHibernate
+		report, err := c.suspend(ctx, e, op, capturing{noPark: o.NoPark, begun: begun})
+		if err != nil {
+			report = HibernateReport{TotalMS: since(begun)}
 		}
 		c.cfg.Events.hibernate(e.id, report, err)
 		return err
@@ -49,42 +48,61 @@ func (c *Core) Hibernate(ctx context.Context, id string, o HibernateOptions) (Sa
 	return c.view(e), err
 }
 
-// hibernate takes and commits a snapshot of a running sandbox, or leaves it running.
-func (c *Core) hibernate(ctx context.Context, e *entry, op *operation, o HibernateOptions, begun time.Time) error {
-	if e.wanted() {
-		return stepError(errRequest, "sandbox %s did not hibernate and runs on", e.id)
+// capturing says what a running sandbox is captured for.
+type capturing struct {
+	keep   *checkpoint // what the snapshot becomes beside the record's; nil: nothing
+	goOn   bool        // the guest goes on behind the commit
+	noPark bool        // do not keep the paused VMM
+	begun  time.Time
+}
+
+// String says what a capture did not do that failed.
+func (a capturing) String() string {
+	if a.goOn {
+		return "was not captured"
+	}
+	return "did not hibernate"
+}
+
+// suspend takes and commits a snapshot of a running sandbox, behind which it
+// sleeps or goes on, or leaves it running as it was.
+func (c *Core) suspend(ctx context.Context, e *entry, op *operation, a capturing) (HibernateReport, error) {
+	none := HibernateReport{}
+	if op.kind == opHibernate && e.wanted() {
+		return none, stepError(errRequest, "sandbox %s %s and runs on", e.id, a)
 	}
 	id, err := c.mint.take(ctx)
 	if err != nil {
-		return stepError(causeOf(ctx, err), "sandbox %s did not hibernate", e.id)
+		return none, stepError(causeOf(ctx, err), "sandbox %s %s", e.id, a)
 	}
 	defer c.mint.put(id)
 	err = c.change(ctx, e, func(r *record) {
-		r.State, r.Pending = StateHibernating, id
+		r.State, r.Pending, r.Keep, r.GoOn = StateHibernating, id, a.keep, a.goOn
 		r.Attempt++
 	})
 	if err != nil {
-		return err
+		return none, err
 	}
-	report, err := c.capture(ctx, e)
+	sealed, err := c.capture(ctx, e)
 	if err == nil && e.tooLate(ctx, op) {
-		if err = c.commit(ctx, e, o, report, begun); err == nil || e.rec.State != StateHibernating || e.unsettled {
-			return err
+		var report HibernateReport
+		if report, err = c.commit(ctx, e, sealed, a.noPark, a.begun); err == nil || e.rec.State != StateHibernating || e.unsettled {
+			return report, err
 		}
 	}
 	cancelled := err == nil || ctx.Err() != nil
-	settled := c.conclude(ctx, e, cancelled)
+	report, settled := c.conclude(ctx, e, cancelled)
 	switch {
+	case e.rec.Snapshot != nil && e.rec.Snapshot.ID == id:
+		return report, nil // the answer was lost, not the snapshot
 	case settled != nil:
-		return settled
-	case e.rec.State == StateStandby:
-		return nil // the answer was lost, not the snapshot
+		return none, settled
 	case e.rec.State == StateFailed:
-		return failedError(&e.rec)
+		return none, failedError(&e.rec)
 	case cancelled:
 		err = context.Cause(ctx)
 	}
-	return stepError(err, "sandbox %s did not hibernate and runs on", e.id)
+	return none, stepError(err, "sandbox %s %s and runs on", e.id, a)
 }
 
 // capture orders the snapshot that the record names as pending.
@@ -112,14 +130,27 @@ func (c *Core) capture(ctx context.Context, e *entry) (shim.CaptureReport, error
 	return report, failpoint.Hit(ctx, fpHibernateSealed)
 }
 
-// commit passes the commit point of a hibernation whose snapshot is sealed,
-// and parks or ends the machine. Only a change that failed is an error.
-func (c *Core) commit(ctx context.Context, e *entry, o HibernateOptions, sealed shim.CaptureReport, begun time.Time) error {
-	parent := e.rec.Snapshot
+// commit passes the commit point of a capture that is sealed: the machine is
+// parked or ended, or goes on. Only a change that failed is an error.
+func (c *Core) commit(ctx context.Context, e *entry, sealed shim.CaptureReport, noPark bool, begun time.Time) (HibernateReport, error) {
+	if e.rec.GoOn {
+		return c.commitGoOn(ctx, e, sealed, begun)
+	}
+	return c.commitStandby(ctx, e, sealed, noPark, begun)
+}
+
+// hibernateReport returns the report of a capture, as far as it is known.
+func hibernateReport(sealed shim.CaptureReport) HibernateReport {
 	report := HibernateReport{PauseMS: sealed.PauseMS, Phases: map[string]float64{}, Warnings: sealed.Warnings, WorkingSet: sealed.WorkingSet}
 	for name, ms := range sealed.Phases {
 		report.Phases[name] = ms
 	}
+	return report
+}
+
+// commitStandby is the commit point of a hibernation.
+func (c *Core) commitStandby(ctx context.Context, e *entry, sealed shim.CaptureReport, noPark bool, begun time.Time) (HibernateReport, error) {
+	before, report := e.rec, hibernateReport(sealed)
 	committing := time.Now()
 	err := c.change(ctx, e, func(r *record) {
 		r.State = StateStandby
@@ -127,15 +158,15 @@ func (c *Core) commit(ctx context.Context, e *entry, o HibernateOptions, sealed 
 		r.LastUsed, r.LastHibernate = time.Now().UTC(), &report
 	})
 	if err != nil {
-		return err
+		return report, err
 	}
 	commitMS, totalMS := since(committing), since(begun)
 	if err := failpoint.Hit(ctx, fpHibernateCommitted); err != nil {
-		return nil // committed is committed; the shim is ended at the next resume
+		return report, nil // committed is committed; the shim is ended at the next resume
 	}
 	leaving, step := time.Now(), "park"
 	bound, ended := e.rec.Bound, false
-	if o.NoPark || !c.park(ctx, e) {
+	if noPark || !c.park(ctx, e) {
 		step, err = "release", c.end(ctx, e)
 		ended = err == nil
 	}
@@ -152,14 +183,15 @@ func (c *Core) commit(ctx context.Context, e *entry, o HibernateOptions, sealed 
 	if err != nil {
 		c.log.Warn("clearing up after a hibernation is put off", keySandbox, e.id, keyError, err)
 	}
-	if parent != nil {
-		c.trash.add(parent.ID, bound)
+	if before.Snapshot != nil {
+		c.trash.add(before.Snapshot.ID, bound)
 	}
+	c.trash.add(before.dropped(&e.rec)...)
 	c.compactor.add(e)
 	if err := failpoint.Hit(ctx, fpHibernateReleased); err != nil {
 		c.log.Warn("failpoint", keySandbox, e.id, keyError, err)
 	}
-	return nil
+	return done, nil
 }
 
 // with returns a copy of the report with two more phases.
@@ -172,11 +204,12 @@ func (r HibernateReport) with(a string, aMS float64, b string, bMS float64) Hibe
 	return r
 }
 
-// conclude ends a hibernation that did not come to its commit: it finds out
+// conclude ends a capture that did not come to its commit: it finds out
 // where the machine is and brings the sandbox to standby, running or failed.
-// cancelled says that a sealed guest is to go on; otherwise what is sealed is
-// committed. On error the sandbox is unsettled.
-func (c *Core) conclude(ctx context.Context, e *entry, cancelled bool) error {
+// cancelled says that a sealed guest is to go on as if nothing had been; otherwise what
+// is sealed is committed. On error the sandbox is unsettled.
+func (c *Core) conclude(ctx context.Context, e *entry, cancelled bool) (HibernateReport, error) {
+	none := HibernateReport{}
 	ctx, cancel := c.short(ctx)
 	defer cancel()
 	st, err := e.vm.Status(ctx)
@@ -184,44 +217,49 @@ func (c *Core) conclude(ctx context.Context, e *entry, cancelled bool) error {
 	case ended(err):
 		return c.concludeDead(ctx, e, reasonShimEnded)
 	case err != nil:
-		return unavailable(err, "the machine of sandbox %s does not answer", e.id)
+		return none, unavailable(err, "the machine of sandbox %s does not answer", e.id)
 	case st.Phase == shim.PhaseStopped:
 		return c.concludeDead(ctx, e, exitReason(st))
 	case st.Phase == shim.PhaseSealed && st.Attempt == e.rec.Attempt && st.Captured != nil && st.Captured.Snapshot.ID == e.rec.Pending && !cancelled:
-		return c.commit(ctx, e, HibernateOptions{}, lateReport(*st.Captured), time.Now())
+		return c.commit(ctx, e, lateReport(*st.Captured), false, time.Now())
 	}
 	pending, attempt := e.rec.Pending, e.rec.Attempt
 	// Running is recorded before the guest runs: once it has run, the snapshot
 	// that it is ahead of must not be committed by anybody.
-	if err := c.change(ctx, e, func(r *record) { r.State, r.Pending = StateRunning, "" }); err != nil {
-		return err
+	err = c.change(ctx, e, func(r *record) {
+		r.State = StateRunning
+		r.endCapture()
+	})
+	if err != nil {
+		return none, err
 	}
-	if err := c.thaw(ctx, e, attempt); err != nil {
-		return err
+	if err := c.thaw(ctx, e, shim.ThawRequest{Attempt: attempt}); err != nil {
+		return none, err
 	}
 	c.trash.add(pending)
-	return nil
+	return none, nil
 }
 
-// concludeDead ends a hibernation whose machine is no more: it ran no further
-// than its snapshot, so that one counts if it is whole.
-func (c *Core) concludeDead(ctx context.Context, e *entry, reason string) error {
+// concludeDead ends a capture whose machine is no more: it ran no further
+// than its snapshot, so that one counts if it is whole, and the sandbox sleeps.
+func (c *Core) concludeDead(ctx context.Context, e *entry, reason string) (HibernateReport, error) {
+	none := HibernateReport{}
 	ref, err := c.cfg.Snapshots.Find(ctx, e.rec.Pending)
 	if err == nil {
 		var meta snapshot.Metadata
 		if meta, err = c.cfg.Snapshots.Metadata(ctx, ref); err == nil {
-			return c.commit(ctx, e, HibernateOptions{}, lateReport(shim.CaptureReport{Snapshot: ref, Metadata: meta}), time.Now())
+			return c.commitStandby(ctx, e, lateReport(shim.CaptureReport{Snapshot: ref, Metadata: meta}), false, time.Now())
 		}
 	}
 	if !errors.Is(err, snapshot.ErrMissing) && !errors.Is(err, snapshot.ErrCorrupt) {
-		return unavailable(err, "look for the snapshot of sandbox %s", e.id)
+		return none, unavailable(err, "look for the snapshot of sandbox %s", e.id)
 	}
 	pending := e.rec.Pending
 	if err := c.fail(ctx, e, reason+" while it was hibernated"); err != nil {
-		return err
+		return none, err
 	}
 	c.trash.add(pending)
-	return nil
+	return none, nil
 }
 
 // lateReport marks a report whose time from the beginning nobody measured.
@@ -232,8 +270,10 @@ func lateReport(r shim.CaptureReport) shim.CaptureReport {
 }
 
 // thaw lets the guest of a sandbox that is recorded as running go on.
-func (c *Core) thaw(ctx context.Context, e *entry, attempt uint64) error {
-	err := e.vm.Thaw(ctx, shim.ThawRequest{Attempt: attempt})
+func (c *Core) thaw(ctx context.Context, e *entry, req shim.ThawRequest) error {
+	ctx, cancel := c.short(ctx)
+	defer cancel()
+	err := e.vm.Thaw(ctx, req)
 	switch {
 	case err == nil:
 		return nil

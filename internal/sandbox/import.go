@@ -7,6 +7,8 @@ import (
 	"maps"
 	"slices"
 
+	"github.com/hibernacle/hibernacle/internal/guestapi"
+	"github.com/hibernacle/hibernacle/internal/snapshot"
 	"github.com/hibernacle/hibernacle/internal/tier"
 )
 
@@ -127,12 +129,26 @@ func (im *importing) sandbox(ctx context.Context, r tier.Replica) error {
 		return fmt.Errorf("its name %s is that of sandbox %s; hib rm %s, then import again", rec.Name, holder, holder)
 	}
 	rec.TemplateVersion, rec.LastUsed = im.templates[rec.Template].numbers[rec.TemplateVersion], r.LastUsed
-	rec.Attempt = rec.Metadata.Attempt // the agent in the snapshot refuses that one and those before
+	rec.continueCounts()
 	if err := c.adoptRecord(ctx, rec); err != nil {
 		return err
 	}
 	im.out.Sandboxes = append(im.out.Sandboxes, rec.ID)
 	return nil
+}
+
+// continueCounts makes the attempts and generations go on behind those of
+// every snapshot that the record has: the agent in each refuses those before.
+func (rec *record) continueCounts() {
+	metas := []*snapshot.Metadata{rec.Metadata}
+	for i := range rec.Checkpoints {
+		metas = append(metas, &rec.Checkpoints[i].Metadata)
+	}
+	for _, m := range metas {
+		if m != nil {
+			rec.Attempt, rec.Generation = max(rec.Attempt, m.Attempt), max(rec.Generation, m.Generation)
+		}
+	}
 }
 
 // decodeReplica reads the record of a sandbox, which nobody has checked yet.
@@ -144,14 +160,38 @@ func decodeReplica(r tier.Replica) (record, error) {
 	switch {
 	case !idPattern.MatchString(rec.ID), rec.ID != r.Sandbox, rec.Name != "" && !namePattern.MatchString(rec.Name):
 		return rec, errors.New("its record has a wrong id or name")
-	case rec.State != StateStandby, rec.Handle != nil, rec.Pending != "":
+	case rec.State != StateStandby, rec.Handle != nil, rec.Pending != "", rec.Keep != nil, rec.GoOn:
 		return rec, errors.New("its record is not that of a sandbox in standby")
 	case rec.Snapshot == nil, *rec.Snapshot != r.Snapshot, rec.Metadata == nil:
 		return rec, errors.New("its record names another snapshot")
 	case rec.Template != r.Template.Name, rec.TemplateVersion != r.Template.Version:
 		return rec, errors.New("its record names another template")
 	}
+	if err := rec.checkCheckpoints(r); err != nil {
+		return rec, fmt.Errorf("its record: %w", err)
+	}
 	return rec, checkShape(rec.Shape)
+}
+
+// checkCheckpoints checks the checkpoints of a replica's record and leaves out
+// those whose snapshots did not come with it.
+func (rec *record) checkCheckpoints(r tier.Replica) error {
+	if rec.WakeAs != "" && rec.WakeAs != guestapi.ReasonFork && rec.WakeAs != guestapi.ReasonRestore {
+		return fmt.Errorf("it is to wake as %q", clip(rec.WakeAs))
+	}
+	names := map[string]bool{}
+	var there []checkpoint
+	for _, k := range rec.Checkpoints {
+		if !namePattern.MatchString(k.Name) || names[k.Name] || len(names) >= maxCheckpoints || k.WakeAs != "" && k.WakeAs != guestapi.ReasonFork {
+			return fmt.Errorf("it has a wrong checkpoint %q", clip(k.Name))
+		}
+		names[k.Name] = true
+		if slices.Contains(r.Checkpoints, k.Snapshot) {
+			there = append(there, k)
+		}
+	}
+	rec.Checkpoints = there
+	return nil
 }
 
 // decodeTemplateReplica reads the record of a template's version, which nobody
@@ -184,7 +224,7 @@ func (im *importing) place(name string, v templateVersion) (number int, err erro
 		return number, nil
 	}
 	for _, have := range it.t.rec.Versions {
-		if have.BaseDigest == v.BaseDigest && have.KernelDigest == v.KernelDigest {
+		if have.BaseDigest == v.BaseDigest && have.KernelDigest == v.KernelDigest && sameOrigin(have, v) {
 			number = have.Number
 		}
 	}
@@ -194,6 +234,17 @@ func (im *importing) place(name string, v templateVersion) (number int, err erro
 	}
 	it.numbers[v.Number] = number
 	return number, nil
+}
+
+// sameOrigin reports whether two versions of the same base image were both
+// built, or made of the same snapshot of a sandbox.
+func sameOrigin(a, b templateVersion) bool {
+	if a.MadeOf == "" && b.MadeOf == "" {
+		return true
+	}
+	return a.MadeOf == b.MadeOf && slices.EqualFunc(a.Bases, b.Bases, func(a, b baseRecord) bool {
+		return a.Snapshot != nil && b.Snapshot != nil && *a.Snapshot == *b.Snapshot
+	})
 }
 
 // addVersion records a version whose files are here, unless it is there.
@@ -241,11 +292,15 @@ func (im *importing) end() {
 
 // adoptRecord makes a sandbox of a record that is in standby and not in the catalog.
 func (c *Core) adoptRecord(ctx context.Context, rec record) error {
-	e := newEntry(rec, 0)
-	e.turn <- struct{}{}
-	if err := c.insert(e); err != nil {
+	e, err := c.announce(rec)
+	if err != nil {
 		return err
 	}
+	return c.enroll(ctx, e)
+}
+
+// enroll records a sandbox that was announced and is in standby, or takes it back.
+func (c *Core) enroll(ctx context.Context, e *entry) error {
 	done, _, err := c.begin(ctx, e, opCheck, func(ctx context.Context, _ *operation) error {
 		err := c.recordNew(ctx, e)
 		switch {
@@ -253,7 +308,7 @@ func (c *Core) adoptRecord(ctx context.Context, rec record) error {
 			c.replicate(e)
 		case !e.unsettled:
 			if undo := c.erase(ctx, e); undo != nil {
-				c.log.Warn("taking back an import is put off", keySandbox, e.id, keyError, undo)
+				c.log.Warn("taking back a record is put off", keySandbox, e.id, keyError, undo)
 			}
 		}
 		return err

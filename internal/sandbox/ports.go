@@ -159,6 +159,9 @@ type Builder interface {
 	Load(dir string) (template.Artifacts, error)
 	Verify(a template.Artifacts) error
 
+	// Copy makes out a template of that name with the files of another one.
+	Copy(ctx context.Context, from template.Artifacts, name, out string) (template.Artifacts, error)
+
 	// Check is Verify, but takes files that were not touched since they were
 	// verified for good.
 	Check(a template.Artifacts) error
@@ -174,6 +177,11 @@ func (*TemplateBuilder) Build(ctx context.Context, o template.Options, progress 
 
 // Load calls template.Load.
 func (*TemplateBuilder) Load(dir string) (template.Artifacts, error) { return template.Load(dir) }
+
+// Copy calls template.Copy.
+func (*TemplateBuilder) Copy(ctx context.Context, from template.Artifacts, name, out string) (template.Artifacts, error) {
+	return template.Copy(ctx, from, name, out)
+}
 
 // Verify calls the artifacts' own Verify.
 func (*TemplateBuilder) Verify(a template.Artifacts) error { return a.Verify() }

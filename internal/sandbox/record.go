@@ -22,8 +22,18 @@ const (
 
 const hostKey = "store"
 
-// recordVersion is the version of the layout of sandbox and template records.
-const recordVersion = 1
+// recordVersion is the version of the layout of sandbox and template records
+// that this version writes. Those of version 1 have no checkpoints and no
+// templates made of sandboxes; they are read as they are.
+const recordVersion = 2
+
+// knownVersion refuses records that this version cannot know.
+func knownVersion(version int) error {
+	if version < 1 || version > recordVersion {
+		return fmt.Errorf("it has version %d, this daemon reads 1 to %d: it was written by a newer one", version, recordVersion)
+	}
+	return nil
+}
 
 // record is what the catalog keeps of a sandbox (docs/formats/catalog.md).
 // Its maps and pointers are shared between copies: replace them, never write
@@ -41,6 +51,7 @@ type record struct {
 	Deny            []string          `json:"deny,omitempty"`
 	AccessToken     string            `json:"access_token"`
 	CreatedAt       time.Time         `json:"created_at"`
+	ForkedFrom      string            `json:"forked_from,omitempty"` // id of the sandbox that it began as a copy of
 
 	State      State  `json:"state"`
 	Reason     string `json:"reason,omitempty"` // why it failed, or goes back to its last snapshot; kept while a resume is tried
@@ -49,10 +60,15 @@ type record struct {
 
 	Handle   *shim.Handle       `json:"handle,omitempty"`   // of the shim that may be alive
 	Bound    snapshot.ID        `json:"bound,omitempty"`    // snapshot that this shim reads pages from; "" after a cold boot
-	Pending  snapshot.ID        `json:"pending,omitempty"`  // snapshot of the hibernation under way
+	Pending  snapshot.ID        `json:"pending,omitempty"`  // snapshot of the hibernation or checkpoint under way
+	Keep     *checkpoint        `json:"keep,omitempty"`     // the checkpoint that it is to become, without its snapshot; nil: none
+	GoOn     bool               `json:"go_on,omitempty"`    // behind its commit the guest runs on
 	Snapshot *snapshot.Ref      `json:"snapshot,omitempty"` // the last committed one
 	Metadata *snapshot.Metadata `json:"metadata,omitempty"` // of Snapshot, without its control token
 	Fresh    bool               `json:"fresh,omitempty"`    // Snapshot is the template's base: a resume gives it an identity
+	WakeAs   string             `json:"wake_as,omitempty"`  // reason that a resume of Snapshot tells the guest, fork or restore; "": the usual one
+
+	Checkpoints []checkpoint `json:"checkpoints,omitempty"` // the oldest first
 
 	WentBack      time.Time        `json:"went_back,omitzero"` // when it was last resumed by itself from its last snapshot
 	LastUsed      time.Time        `json:"last_used,omitzero"` // when it last came to standby or to running
@@ -66,8 +82,8 @@ func decodeRecord(value []byte) (record, error) {
 	if err := json.Unmarshal(value, &rec); err != nil {
 		return record{}, err
 	}
-	if rec.Version != recordVersion {
-		return record{}, fmt.Errorf("it has version %d, this daemon reads %d: it was written by a newer one", rec.Version, recordVersion)
+	if err := knownVersion(rec.Version); err != nil {
+		return record{}, err
 	}
 	if !slices.Contains(States, rec.State) {
 		return record{}, fmt.Errorf("unknown state %q", rec.State)
@@ -75,11 +91,27 @@ func decodeRecord(value []byte) (record, error) {
 	return rec, nil
 }
 
-// commit makes a sealed snapshot the one that rec stands for.
+// commit makes a sealed snapshot the one that rec stands for, and a checkpoint
+// if that is what it was taken for.
 func (rec *record) commit(ref snapshot.Ref, meta snapshot.Metadata) {
-	meta.ControlToken = "" // it lives in the snapshot, nobody needs it here
-	rec.Snapshot, rec.Metadata, rec.Fresh, rec.Pending = &ref, &meta, false, ""
+	rec.Fresh, rec.WakeAs = false, ""
+	rec.swap(ref, meta)
+	if rec.Keep != nil {
+		kept := *rec.Keep
+		kept.Snapshot, kept.Metadata = *rec.Snapshot, *rec.Metadata
+		rec.addCheckpoint(kept)
+	}
+	rec.endCapture()
 }
+
+// swap puts a snapshot in the place of one that holds the same.
+func (rec *record) swap(ref snapshot.Ref, meta snapshot.Metadata) {
+	meta.ControlToken = "" // it lives in the snapshot, nobody needs it here
+	rec.Snapshot, rec.Metadata = &ref, &meta
+}
+
+// endCapture notes that no capture is under way any more.
+func (rec *record) endCapture() { rec.Pending, rec.Keep, rec.GoOn = "", nil, false }
 
 // bind notes the shim that is to run the record's snapshot.
 func (rec *record) bind(h shim.Handle) {
@@ -96,6 +128,9 @@ func (rec *record) unbind() { rec.Handle, rec.Bound = nil, "" }
 func (rec *record) roots(needed, announced map[snapshot.ID]struct{}) {
 	if rec.Snapshot != nil {
 		needed[rec.Snapshot.ID] = struct{}{}
+	}
+	for _, c := range rec.Checkpoints {
+		needed[c.Snapshot.ID] = struct{}{}
 	}
 	if rec.Bound != "" {
 		needed[rec.Bound] = struct{}{}
@@ -126,6 +161,8 @@ type Sandbox struct {
 	Labels          map[string]string
 	Env             map[string]string
 	Allow, Deny     []string // egress rules
+	ForkedFrom      string   // id of the sandbox that it began as a copy of, "" for none
+	Checkpoints     int      // how many it has
 	Snapshot        *Snapshot
 	LastHibernate   *HibernateReport
 	LastResume      *ResumeReport
@@ -182,6 +219,12 @@ type ResumeReport struct {
 	Warnings        []string           `json:"warnings,omitempty"`
 }
 
+// describe returns a snapshot as others may see it.
+func describe(m *snapshot.Metadata) Snapshot {
+	return Snapshot{ID: m.ID, Parent: m.Parent, CreatedAt: m.CreatedAt,
+		MemoryBytes: m.MemoryBytes, DirtyBytes: m.DirtyBytes, StoredBytes: m.StoredBytes}
+}
+
 // view returns the record as others may see it.
 func (rec *record) view() Sandbox {
 	s := Sandbox{
@@ -190,13 +233,14 @@ func (rec *record) view() Sandbox {
 		MemoryMiB: rec.Shape.MemoryMiB, CPUs: rec.Shape.CPUs,
 		Labels: maps.Clone(rec.Labels), Env: maps.Clone(rec.Env),
 		Allow: slices.Clone(rec.Allow), Deny: slices.Clone(rec.Deny),
+		ForkedFrom: rec.ForkedFrom, Checkpoints: len(rec.Checkpoints),
 	}
 	if rec.State == StateFailed {
 		s.Reason = rec.Reason
 	}
 	if m := rec.Metadata; m != nil {
-		s.Snapshot = &Snapshot{ID: m.ID, Parent: m.Parent, CreatedAt: m.CreatedAt,
-			MemoryBytes: m.MemoryBytes, DirtyBytes: m.DirtyBytes, StoredBytes: m.StoredBytes}
+		described := describe(m)
+		s.Snapshot = &described
 	}
 	if r := rec.LastHibernate; r != nil {
 		c := *r

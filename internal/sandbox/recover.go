@@ -234,7 +234,9 @@ func (c *Core) recoverRunning(ctx context.Context, e *entry) error {
 		}
 		return c.fail(ctx, e, exitReason(st))
 	case shim.PhaseCapturing, shim.PhaseSealed:
-		if err := c.thaw(ctx, e, st.Attempt); err != nil {
+		// Sealed as what the record names it goes on from there.
+		committed := st.Captured != nil && e.rec.Snapshot != nil && st.Captured.Snapshot == *e.rec.Snapshot
+		if err := c.thaw(ctx, e, shim.ThawRequest{Attempt: st.Attempt, Committed: committed}); err != nil {
 			return err
 		}
 		if e.rec.State != StateRunning {
@@ -256,10 +258,11 @@ func (c *Core) recoverHibernating(ctx context.Context, e *entry) error {
 		return err
 	}
 	if dead {
-		return c.concludeDead(short, e, reasonShimEnded)
+		_, err := c.concludeDead(short, e, reasonShimEnded)
+		return err
 	}
 	vm := e.vm
-	if err := c.conclude(ctx, e, false); err != nil {
+	if _, err := c.conclude(ctx, e, false); err != nil {
 		return err
 	}
 	if e.rec.State == StateRunning {

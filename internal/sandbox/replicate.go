@@ -52,6 +52,9 @@ func (c *Core) replica(rec *record) (tier.Replica, error) {
 		return tier.Replica{}, fmt.Errorf("encode the record of sandbox %s: %w", rec.ID, err)
 	}
 	r := tier.Replica{Sandbox: rec.ID, Snapshot: *rec.Snapshot, Record: value, LastUsed: rec.LastUsed}
+	for _, k := range rec.Checkpoints {
+		r.Checkpoints = append(r.Checkpoints, k.Snapshot)
+	}
 	if r.LastUsed.IsZero() {
 		r.LastUsed = rec.Metadata.CreatedAt // the record is of before it was kept
 	}
@@ -87,9 +90,9 @@ func (c *Core) templateReplica(name string, v templateVersion) (tier.Template, e
 // the catalog of another host makes a sandbox in standby of the snapshot.
 func (rec *record) portable() record {
 	return record{
-		Version: rec.Version, ID: rec.ID, Name: rec.Name, Template: rec.Template, TemplateVersion: rec.TemplateVersion, Shape: rec.Shape,
+		Version: recordVersion, ID: rec.ID, Name: rec.Name, Template: rec.Template, TemplateVersion: rec.TemplateVersion, Shape: rec.Shape,
 		Labels: rec.Labels, Env: rec.Env, Allow: rec.Allow, Deny: rec.Deny, AccessToken: rec.AccessToken, CreatedAt: rec.CreatedAt,
-		State: StateStandby, Snapshot: rec.Snapshot, Metadata: rec.Metadata,
+		State: StateStandby, Snapshot: rec.Snapshot, Metadata: rec.Metadata, WakeAs: rec.WakeAs, Checkpoints: rec.Checkpoints, ForkedFrom: rec.ForkedFrom,
 	}
 }
 

@@ -297,16 +297,18 @@ func prepareRequest(shape vmm.Shape, art template.Artifacts, boot bool) shim.Pre
 
 // runGuest lets the machine that is attached boot, resume or go on.
 func (c *Core) runGuest(ctx context.Context, e *entry, req startRequest, art template.Artifacts) (shim.StartReport, error) {
-	attach, init := c.attachment(&e.rec), guestapi.InitRequest{Reason: guestapi.ReasonResume, Generation: e.rec.Generation}
-	if req.from == originBoot || e.rec.Fresh {
+	attach, init := c.attachment(&e.rec), guestapi.InitRequest{Reason: e.rec.wakeReason(), Generation: e.rec.Generation}
+	if req.from == originBoot {
+		init.Reason = guestapi.ReasonBoot
+	}
+	if isBecoming(init.Reason) {
 		id, err := identity(&e.rec)
 		if err != nil {
 			return shim.StartReport{}, err
 		}
-		init.Reason, init.Identity = guestapi.ReasonCreate, id
+		init.Identity = id
 	}
 	if req.from == originBoot {
-		init.Reason = guestapi.ReasonBoot
 		rep, err := e.vm.Boot(ctx, shim.BootRequest{Attach: attach, Init: init})
 		if err != nil {
 			return rep, fmt.Errorf("boot: %w", err)
@@ -320,6 +322,23 @@ func (c *Core) runGuest(ctx context.Context, e *entry, req startRequest, art tem
 		return rep, fmt.Errorf("resume snapshot %s: %w", ref.ID, err)
 	}
 	return rep, nil
+}
+
+// wakeReason returns why the record's snapshot is resumed, as the guest is told.
+func (rec *record) wakeReason() string {
+	switch {
+	case rec.WakeAs != "":
+		return rec.WakeAs
+	case rec.Fresh:
+		return guestapi.ReasonCreate
+	}
+	return guestapi.ReasonResume
+}
+
+// isBecoming reports whether the guest becomes a sandbox that it was not before,
+// and so needs an identity. Until its first own snapshot it does so at every resume.
+func isBecoming(reason string) bool {
+	return reason == guestapi.ReasonBoot || reason == guestapi.ReasonCreate || reason == guestapi.ReasonFork
 }
 
 func (c *Core) runSnapshot(ctx context.Context, e *entry, req startRequest, art template.Artifacts, attach shim.Attach, init guestapi.InitRequest) (shim.StartReport, error) {

@@ -32,12 +32,12 @@ type Move struct {
 var Moves = []Move{
 	{StateCreating, StateRunning, "the guest has its identity"},
 	{StateCreating, StateDeleting, "the creation failed, or the sandbox is deleted"},
-	{StateRunning, StateHibernating, "a hibernation begins"},
+	{StateRunning, StateHibernating, "a hibernation or a checkpoint begins"},
 	{StateRunning, StateResuming, "its memory could not be served and no object is to blame: back to its last snapshot"},
 	{StateRunning, StateFailed, "the guest, its VMM or its shim ended"},
 	{StateRunning, StateDeleting, "the sandbox is deleted"},
 	{StateHibernating, StateStandby, "commit point: the snapshot is durable and named by this change"},
-	{StateHibernating, StateRunning, "the hibernation failed or was cancelled by a request"},
+	{StateHibernating, StateRunning, "the checkpoint is durable and named by this change; or the capture failed or was cancelled by a request"},
 	{StateHibernating, StateFailed, "the machine ended before its snapshot was whole"},
 	{StateHibernating, StateDeleting, "the sandbox is deleted"},
 	{StateStandby, StateResuming, "a request or a user wakes it"},
@@ -63,7 +63,7 @@ func allowed(from, to State) bool {
 var Recovery = map[State]string{
 	StateCreating:    "end its shim and remove it: its creation was never acknowledged",
 	StateRunning:     "adopt its shim, thaw a capture that was left behind, and watch it; if the shim is dead or its machine stopped: failed, or back to its last snapshot",
-	StateHibernating: "adopt its shim: sealed → commit, standby; unsealed → running, thaw; dead → commit the pending snapshot if it is whole, else failed",
+	StateHibernating: "adopt its shim: sealed → commit, standby or, for a checkpoint, running and thaw; unsealed → running, thaw; dead → commit the pending snapshot if it is whole, standby, else failed",
 	StateStandby:     "keep a shim that holds exactly this snapshot as parked, if it may; end any other that is left",
 	StateResuming:    "end its shim, back to where it came from: standby, or failed",
 	StateFailed:      "end a shim that is left",
@@ -75,6 +75,9 @@ var Failpoints = []string{
 	fpCreateRecorded, fpCreateLaunched, fpCreateHandle, fpCreatePrepared, fpCreateRunning,
 	fpHibernateRecorded, fpHibernateSealed, fpHibernateCommitted, fpHibernateReleased,
 	fpResumeRecorded, fpResumeLaunched, fpResumeHandle, fpResumePrepared, fpResumeRunning,
+	fpCheckpointCommitted, fpCheckpointThawed,
+	fpRestoreKept, fpRestoreSwapped,
+	fpForkRecorded,
 	fpDeleteRecorded, fpDeleteReleased,
 	fpBaseRecorded, fpBaseBooted, fpBaseSealed,
 }
@@ -86,27 +89,32 @@ var CompactFailpoints = []string{fpCompactBegun, fpCompactCopying, fpCompactWrit
 // The names of the failpoints. Each stands directly behind the step it names;
 // "running" stands before the change that records it.
 const (
-	fpCreateRecorded     = "sandbox.create.recorded"
-	fpCreateLaunched     = "sandbox.create.launched"
-	fpCreateHandle       = "sandbox.create.handle"
-	fpCreatePrepared     = "sandbox.create.prepared"
-	fpCreateRunning      = "sandbox.create.running"
-	fpHibernateRecorded  = "sandbox.hibernate.recorded"
-	fpHibernateSealed    = "sandbox.hibernate.sealed"
-	fpHibernateCommitted = "sandbox.hibernate.committed"
-	fpHibernateReleased  = "sandbox.hibernate.released"
-	fpResumeRecorded     = "sandbox.resume.recorded"
-	fpResumeLaunched     = "sandbox.resume.launched"
-	fpResumeHandle       = "sandbox.resume.handle"
-	fpResumePrepared     = "sandbox.resume.prepared"
-	fpResumeRunning      = "sandbox.resume.running"
-	fpDeleteRecorded     = "sandbox.delete.recorded"
-	fpDeleteReleased     = "sandbox.delete.released"
-	fpBaseRecorded       = "sandbox.base.recorded"
-	fpBaseBooted         = "sandbox.base.booted"
-	fpBaseSealed         = "sandbox.base.sealed"
-	fpCompactBegun       = "sandbox.compact.begun"
-	fpCompactCopying     = "sandbox.compact.copying"
-	fpCompactWritten     = "sandbox.compact.written"
-	fpCompactSwapped     = "sandbox.compact.swapped"
+	fpCreateRecorded      = "sandbox.create.recorded"
+	fpCreateLaunched      = "sandbox.create.launched"
+	fpCreateHandle        = "sandbox.create.handle"
+	fpCreatePrepared      = "sandbox.create.prepared"
+	fpCreateRunning       = "sandbox.create.running"
+	fpHibernateRecorded   = "sandbox.hibernate.recorded"
+	fpHibernateSealed     = "sandbox.hibernate.sealed"
+	fpHibernateCommitted  = "sandbox.hibernate.committed"
+	fpHibernateReleased   = "sandbox.hibernate.released"
+	fpResumeRecorded      = "sandbox.resume.recorded"
+	fpResumeLaunched      = "sandbox.resume.launched"
+	fpResumeHandle        = "sandbox.resume.handle"
+	fpResumePrepared      = "sandbox.resume.prepared"
+	fpResumeRunning       = "sandbox.resume.running"
+	fpCheckpointCommitted = "sandbox.checkpoint.committed"
+	fpCheckpointThawed    = "sandbox.checkpoint.thawed"
+	fpRestoreKept         = "sandbox.restore.kept"
+	fpRestoreSwapped      = "sandbox.restore.swapped"
+	fpForkRecorded        = "sandbox.fork.recorded"
+	fpDeleteRecorded      = "sandbox.delete.recorded"
+	fpDeleteReleased      = "sandbox.delete.released"
+	fpBaseRecorded        = "sandbox.base.recorded"
+	fpBaseBooted          = "sandbox.base.booted"
+	fpBaseSealed          = "sandbox.base.sealed"
+	fpCompactBegun        = "sandbox.compact.begun"
+	fpCompactCopying      = "sandbox.compact.copying"
+	fpCompactWritten      = "sandbox.compact.written"
+	fpCompactSwapped      = "sandbox.compact.swapped"
 )

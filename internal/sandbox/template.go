@@ -34,7 +34,8 @@ type Template struct {
 	BaseBytes   int64
 	Kernel      string // release
 	Bases       []TemplateBase
-	SandboxRefs int // sandboxes of any version
+	MadeOf      string // id of the sandbox that the current version was made of, "" if it was built
+	SandboxRefs int    // sandboxes of any version
 }
 
 // TemplateBase is a base snapshot of a template.
@@ -99,7 +100,7 @@ func (c *Core) Template(_ context.Context, name string) (Template, error) {
 func (c *Core) viewTemplate(t *tmpl) Template {
 	v, _ := t.rec.find(t.rec.Current)
 	out := Template{Name: t.name, Version: v.Number, CreatedAt: v.CreatedAt, MemoryMiB: v.Shape.MemoryMiB, CPUs: v.Shape.CPUs,
-		BaseDigest: v.BaseDigest, BaseBytes: v.BaseBytes, Kernel: v.Kernel}
+		BaseDigest: v.BaseDigest, BaseBytes: v.BaseBytes, Kernel: v.Kernel, MadeOf: v.MadeOf}
 	for _, b := range v.Bases {
 		if b.Snapshot == nil {
 			continue
@@ -192,6 +193,7 @@ func (c *Core) changeTemplate(ctx context.Context, t *tmpl, mutate func(template
 		return err
 	}
 	next := mutate(t.rec)
+	next.Version = recordVersion
 	value, err := json.Marshal(next)
 	if err != nil {
 		return fmt.Errorf("encode the record of template %s: %w", t.name, err)

@@ -2,7 +2,6 @@ package sandbox
 
 import (
 	"encoding/json"
-	"fmt"
 	"maps"
 	"slices"
 	"time"
@@ -29,8 +28,9 @@ type templateVersion struct {
 	BaseDigest   string       `json:"base_digest"`
 	KernelDigest string       `json:"kernel_digest"`
 	BaseBytes    int64        `json:"base_bytes"`
-	Kernel       string       `json:"kernel"` // release
-	Bases        []baseRecord `json:"bases"`  // one a shape
+	Kernel       string       `json:"kernel"`            // release
+	Bases        []baseRecord `json:"bases"`             // one a shape
+	MadeOf       string       `json:"made_of,omitempty"` // id of the sandbox whose snapshot its only base is; no other shape can be made
 }
 
 // baseRecord is the base snapshot of a shape, or the id of one being made.
@@ -117,8 +117,5 @@ func decodeTemplate(value []byte) (templateRecord, error) {
 	if err := json.Unmarshal(value, &rec); err != nil {
 		return rec, err
 	}
-	if rec.Version != recordVersion {
-		return rec, fmt.Errorf("it has version %d, this daemon reads %d: it was written by a newer one", rec.Version, recordVersion)
-	}
-	return rec, nil
+	return rec, knownVersion(rec.Version)
 }

@@ -129,7 +129,8 @@ func (c *Core) failEnded(ctx context.Context, e *entry) error {
 // what is left of it.
 func (c *Core) fail(ctx context.Context, e *entry, reason string) error {
 	err := c.change(ctx, e, func(r *record) {
-		r.State, r.Reason, r.Pending = StateFailed, reason, ""
+		r.State, r.Reason = StateFailed, reason
+		r.endCapture()
 	})
 	if err != nil {
 		return err

@@ -289,8 +289,25 @@ func (h *host) thaw(ctx context.Context, req ThawRequest) error {
 		return err
 	}
 	defer end()
-	if s, _ := h.status(); s.Phase != PhaseRunning && s.Attempt <= req.Attempt {
-		return h.goOn(req.Attempt)
+	s, _ := h.status()
+	if s.Phase == PhaseRunning || s.Attempt > req.Attempt {
+		return nil
 	}
-	return nil
+	err = h.goOn(req.Attempt)
+	if req.Committed && s.Captured != nil && s.Attempt == req.Attempt {
+		h.buildUpon(ctx, s.Captured.Snapshot)
+	}
+	return err
+}
+
+// buildUpon makes a committed snapshot of this guest what its next capture is
+// compared with: pages that are not dirty against the bound one are the same in
+// both, and all others are compared. Where it cannot be opened the one before will do.
+func (h *host) buildUpon(ctx context.Context, ref snapshot.Ref) {
+	snap, err := h.repo.Open(ctx, ref)
+	if err != nil {
+		h.log.Warn("the next capture is compared with an older snapshot", "snapshot", ref.ID, "error", err)
+		return
+	}
+	h.adoptParent(snap)
 }

@@ -184,11 +184,16 @@ type WorkingSetReport struct {
 	BytesFetched int64 `json:"bytes_fetched"` // from the remote store
 }
 
-// ThawRequest cancels a capture, sealed or not: the guest goes on and the
-// attempt is refused from now on. The unneeded snapshot is the caller's to
-// delete. Idempotent.
+// ThawRequest lets the guest of a capture go on, sealed or not, and the attempt
+// is refused from now on. Unless the snapshot was committed that is the end of
+// the capture, and the unneeded snapshot is the caller's to delete. Idempotent.
 type ThawRequest struct {
 	Attempt uint64 `json:"attempt"`
+
+	// Committed says that the snapshot is kept: the next capture is compared with
+	// it. A shim that does not know the field compares with the one before, which
+	// is as right and stores more.
+	Committed bool `json:"committed,omitempty"`
 }
 
 // Event is something that the shim noticed by itself.

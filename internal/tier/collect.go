@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/hibernacle/hibernacle/internal/blob"
@@ -100,7 +101,7 @@ func (c *collection) fromRecords(ctx context.Context) error {
 		if r.Template.List != "" {
 			c.templates[r.Template.key()+"/"+r.Template.List+"/"] = true
 		}
-		refs = append(append(refs, r.Template.Bases...), r.Snapshot)
+		refs = append(slices.Concat(refs, r.Template.Bases, r.Checkpoints), r.Snapshot)
 		return nil
 	})
 	if err != nil {
@@ -128,7 +129,7 @@ func (c *collection) fromNode(ctx context.Context, roots, keep []snapshot.ID) er
 			c.templates[rec.key()+"/"+rec.List+"/"] = true
 		}
 		keep = append(keep[:len(keep):len(keep)], r.Snapshot.ID)
-		for _, ref := range r.Template.Bases {
+		for _, ref := range slices.Concat(r.Template.Bases, r.Checkpoints) {
 			keep = append(keep, ref.ID)
 		}
 	}

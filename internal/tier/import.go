@@ -29,8 +29,8 @@ const (
 type Receiver struct {
 	Dir      func(t Template) string                     // where the files of t belong; "": nowhere, Template will refuse it
 	Template func(ctx context.Context, t Template) error // its files are in t.Dir, its base snapshots in the local store but for the packs
-	Sandbox  func(ctx context.Context, r Replica) error  // after its template; its snapshot is in the local store but for the packs
-	Skipped  func(sandbox string, err error)             // a sandbox that could not be taken, and why
+	Sandbox  func(ctx context.Context, r Replica) error  // after its template; its snapshots are in the local store but for the packs
+	Skipped  func(sandbox string, err error)             // a sandbox, or a checkpoint of one, that could not be taken, and why
 	Progress func(done, total int64)                     // bytes, now and then; nil: not wanted
 }
 
@@ -134,7 +134,7 @@ func (i *importing) plan(ctx context.Context, records []record) error {
 	}
 	counted := make(map[snapshot.ID]bool)
 	for _, r := range records {
-		for _, ref := range append(r.Template.Bases, r.Snapshot) {
+		for _, ref := range slices.Concat(r.Template.Bases, r.Checkpoints, []snapshot.Ref{r.Snapshot}) {
 			if !counted[ref.ID] {
 				counted[ref.ID] = true
 				i.total += i.size(ref)
@@ -186,10 +186,31 @@ func (i *importing) sandbox(ctx context.Context, r record) error {
 	if err := i.snapshot(ctx, r.Snapshot); err != nil {
 		return err
 	}
+	checkpoints, err := i.checkpoints(ctx, r)
+	if err != nil {
+		return err
+	}
 	if err := failpoint.Hit(ctx, fpObjects); err != nil {
 		return err
 	}
-	return i.to.Sandbox(ctx, Replica{Sandbox: r.Sandbox, Snapshot: r.Snapshot, Record: r.Record, Template: tpl, LastUsed: r.LastUsed})
+	return i.to.Sandbox(ctx, Replica{Sandbox: r.Sandbox, Snapshot: r.Snapshot, Checkpoints: checkpoints, Record: r.Record, Template: tpl, LastUsed: r.LastUsed})
+}
+
+// checkpoints brings the checkpoints of a sandbox. It comes without one that is
+// damaged, which is better than not at all.
+func (i *importing) checkpoints(ctx context.Context, r record) (there []snapshot.Ref, err error) {
+	for _, ref := range r.Checkpoints {
+		err := i.snapshot(ctx, ref)
+		switch {
+		case err == nil:
+			there = append(there, ref)
+		case ctx.Err() != nil || errors.Is(err, blob.ErrUnavailable) || isFull(err):
+			return nil, err
+		default:
+			i.to.Skipped(r.Sandbox, fmt.Errorf("without the checkpoint that is snapshot %s: %w", ref.ID, err))
+		}
+	}
+	return there, nil
 }
 
 // template brings a template, once.

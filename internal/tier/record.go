@@ -29,22 +29,25 @@ const (
 	ownerPrefix    = "owner/"
 )
 
+// The version of a record is that of the oldest release which knows all that is
+// in it: one without checkpoints has version 1.
 const (
-	recordVersion = 1
+	recordVersion = 2
 	maxRecord     = 16 << 20 // bytes of a record
 	hashLen       = 32       // hexadecimal digits of a hash in a key
 )
 
 // record is a Replica as it is kept in the remote store. See docs/formats/remote.md.
 type record struct {
-	Version   int            `json:"version"`
-	Node      string         `json:"node"`
-	WrittenAt time.Time      `json:"written_at"`
-	LastUsed  time.Time      `json:"last_used"`
-	Sandbox   string         `json:"sandbox"`
-	Snapshot  snapshot.Ref   `json:"snapshot"`
-	Record    []byte         `json:"record"`
-	Template  templateRecord `json:"template"`
+	Version     int            `json:"version"`
+	Node        string         `json:"node"`
+	WrittenAt   time.Time      `json:"written_at"`
+	LastUsed    time.Time      `json:"last_used"`
+	Sandbox     string         `json:"sandbox"`
+	Snapshot    snapshot.Ref   `json:"snapshot"`
+	Checkpoints []snapshot.Ref `json:"checkpoints,omitempty"`
+	Record      []byte         `json:"record"`
+	Template    templateRecord `json:"template"`
 }
 
 type templateRecord struct {
@@ -56,8 +59,12 @@ type templateRecord struct {
 }
 
 func newRecord(r Replica) record {
+	version := 1
+	if len(r.Checkpoints) > 0 {
+		version = recordVersion
+	}
 	return record{
-		Version: recordVersion, Sandbox: r.Sandbox, Snapshot: r.Snapshot, Record: r.Record,
+		Version: version, Sandbox: r.Sandbox, Snapshot: r.Snapshot, Checkpoints: r.Checkpoints, Record: r.Record,
 		Template: templateRecord{Name: r.Template.Name, Version: r.Template.Version, Record: r.Template.Record, Bases: r.Template.Bases},
 	}
 }
@@ -99,14 +106,14 @@ func parseRecord(key string, b []byte) (record, error) {
 	if err := json.Unmarshal(b, &r); err != nil {
 		return fail(err)
 	}
-	if r.Version != recordVersion {
-		return record{}, fmt.Errorf("%w %s in the remote store: version %d, this release reads version %d", snapshot.ErrVersion, key, r.Version, recordVersion)
+	if r.Version < 1 || r.Version > recordVersion {
+		return record{}, fmt.Errorf("%w %s in the remote store: version %d, this release reads 1 to %d", snapshot.ErrVersion, key, r.Version, recordVersion)
 	}
 	sandbox, id, ok := parseRecordKey(key)
 	if !ok || r.Sandbox != sandbox || r.Snapshot.ID != id {
 		return fail(errors.New("it is the record of another sandbox or snapshot"))
 	}
-	for _, ref := range append([]snapshot.Ref{r.Snapshot}, r.Template.Bases...) {
+	for _, ref := range slices.Concat([]snapshot.Ref{r.Snapshot}, r.Checkpoints, r.Template.Bases) {
 		if _, err := snapshot.ParseID(string(ref.ID)); err != nil {
 			return fail(err)
 		}

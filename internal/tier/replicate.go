@@ -115,7 +115,7 @@ func (u *upload) send(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("replicate template %s version %d: %w", r.Template.Name, r.Template.Version, err)
 	}
-	for _, ref := range append(slices.Clone(r.Template.Bases), r.Snapshot) {
+	for _, ref := range slices.Concat(r.Template.Bases, r.Checkpoints, []snapshot.Ref{r.Snapshot}) {
 		u.sent = 0 // the snapshot's own is counted, which comes last
 		err := u.snapshot(ctx, ref)
 		if ref == r.Snapshot {

@@ -56,11 +56,12 @@ const (
 
 // Replica is what a node that lost its disk needs to resume a sandbox.
 type Replica struct {
-	Sandbox  string       // id
-	Snapshot snapshot.Ref // the last committed one
-	Record   []byte       // the sandbox as its owner knows it, opaque here; may hold secrets
-	Template Template     // that the snapshot is of
-	LastUsed time.Time    // when it was last hibernated or resumed: what was not used for long is evicted first
+	Sandbox     string         // id
+	Snapshot    snapshot.Ref   // the last committed one
+	Checkpoints []snapshot.Ref // others that it keeps: replicated with it
+	Record      []byte         // the sandbox as its owner knows it, opaque here; may hold secrets
+	Template    Template       // that the snapshot is of
+	LastUsed    time.Time      // when it was last hibernated or resumed: what was not used for long is evicted first
 }
 
 // Template names the files of a template's version.

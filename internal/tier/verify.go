@@ -86,7 +86,7 @@ func (v *verification) records(ctx context.Context, sizes map[string]int64) erro
 		if err != nil {
 			continue
 		}
-		for _, ref := range append([]snapshot.Ref{r.Snapshot}, r.Template.Bases...) {
+		for _, ref := range slices.Concat([]snapshot.Ref{r.Snapshot}, r.Checkpoints, r.Template.Bases) {
 			if checked[ref] {
 				continue
 			}

@@ -288,6 +288,7 @@ func (m *machine) resume(req shim.ResumeRequest) error {
 	if diff := req.Key.Diff(img.meta.Key); diff != "" {
 		return &shim.Error{Code: shim.CodeMismatch, Message: diff}
 	}
+	m.w.wake(m.sandbox, req.Init.Reason)
 	m.memory, m.identity, m.parent, m.bound, m.content = img.memory, img.identity, req.Snapshot.ID, req.Snapshot.ID, img.meta.Content()
 	if id := req.Init.Identity; id != nil {
 		m.identity = id.ID
@@ -390,8 +391,15 @@ func (v *vm) Thaw(ctx context.Context, req shim.ThawRequest) error {
 		}
 		if m.phase == shim.PhaseSealed && m.sandbox != "" {
 			id := m.captured.Snapshot.ID
-			if state, snap, pending := m.w.recorded(m.sandbox); snap == id || pending == id {
+			state, snap, pending := m.w.recorded(m.sandbox)
+			switch {
+			case req.Committed && (snap != id || state != sandbox.StateRunning):
+				m.w.violate("sandbox %s (%s) goes on from snapshot %s as if that were committed, its record names %s", m.sandbox, state, id, snap)
+			case !req.Committed && (snap == id || pending == id):
 				m.w.violate("sandbox %s runs on from snapshot %s, which its record (%s) names", m.sandbox, id, state)
+			}
+			if req.Committed {
+				m.parent, m.content = id, id
 			}
 		}
 		m.captured = nil

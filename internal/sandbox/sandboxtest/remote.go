@@ -106,7 +106,7 @@ func (t remoteTier) Replicate(rep tier.Replica) {
 	if !ok || t.r.down {
 		return
 	}
-	for _, ref := range append(slices.Clone(rep.Template.Bases), rep.Snapshot) {
+	for _, ref := range slices.Concat(rep.Template.Bases, rep.Checkpoints, []snapshot.Ref{rep.Snapshot}) {
 		img := t.d.w.snapshots[ref.ID]
 		if img == nil {
 			t.d.w.violate("snapshot %s of %s is to be replicated and not there", ref.ID, rep.Sandbox)
@@ -208,6 +208,9 @@ func (t remoteTier) Collect(ctx context.Context, roots, keep []snapshot.ID, dryR
 		needed := slices.Concat(roots, keep)
 		for _, rep := range t.r.replicas {
 			needed = append(needed, rep.Snapshot.ID)
+			for _, k := range rep.Checkpoints {
+				needed = append(needed, k.ID)
+			}
 			for _, b := range rep.Template.Bases {
 				needed = append(needed, b.ID)
 			}
@@ -281,7 +284,7 @@ func (t remoteTier) fetch(ctx context.Context, rep tier.Replica) error {
 	return t.d.step(ctx, "import", "", func() error {
 		t.r.mu.Lock()
 		defer t.r.mu.Unlock()
-		for _, ref := range append(slices.Clone(rep.Template.Bases), rep.Snapshot) {
+		for _, ref := range slices.Concat(rep.Template.Bases, rep.Checkpoints, []snapshot.Ref{rep.Snapshot}) {
 			if img := t.r.images[ref.ID]; img != nil {
 				t.d.w.snapshots[ref.ID] = img
 				t.r.evicted[ref.ID] = true

@@ -58,9 +58,7 @@ func (r repository) remove(id snapshot.ID) {
 	if state, snap, pending := w.recorded(img.identity); state != sandbox.StateDeleting && (snap == id || pending == id) {
 		w.violate("snapshot %s of sandbox %s (%s) was deleted", id, img.identity, state)
 	}
-	if img.meta.Parent == "" {
-		w.checkBase(id)
-	}
+	w.checkNamed(id)
 	for name, m := range w.machines {
 		if m.bound == id && m.phase != shim.PhaseStopped {
 			w.violate("snapshot %s was deleted, machine %s (%s) reads it", id, name, m.phase)
@@ -69,15 +67,20 @@ func (r repository) remove(id snapshot.ID) {
 	delete(w.snapshots, id)
 }
 
-// checkBase notes a violation if a template's record names the snapshot.
-func (w *World) checkBase(id snapshot.ID) {
-	list, err := w.Catalog.List(context.Background(), "template")
-	if err != nil {
-		w.violate("%v", err)
-	}
-	for _, rec := range list {
-		if strings.Contains(string(rec.Value), string(id)) {
-			w.violate("base snapshot %s of template %s was deleted", id, rec.Key)
+// checkNamed notes a violation if a template's record names the snapshot, or one
+// of a sandbox that is not being deleted, other than as one that a capture is
+// announced for.
+func (w *World) checkNamed(id snapshot.ID) {
+	for _, kind := range []string{"template", "sandbox"} {
+		list, err := w.truth().List(context.Background(), kind)
+		if err != nil {
+			w.violate("%v", err)
+		}
+		for _, rec := range list {
+			text := string(rec.Value)
+			if strings.Contains(text, `{"id":"`+string(id)+`"`) && !strings.Contains(text, `"state":"deleting"`) {
+				w.violate("snapshot %s was deleted, which the record of %s %s names", id, kind, rec.Key)
+			}
 		}
 	}
 }

@@ -59,6 +59,7 @@ type World struct {
 	snapshots   map[snapshot.ID]*image
 	damaged     map[snapshot.ID]bool // packs
 	generations map[string]uint64    // last one that a sandbox ran at
+	reasons     map[string]string    // why a sandbox woke last
 	pid         int
 	violations  []string
 	bootID      string
@@ -76,7 +77,7 @@ type image struct {
 // NewWorld returns an empty host, whose folder goes with the test.
 func NewWorld(t testing.TB) *World {
 	return &World{Dir: t.TempDir(), machines: map[string]*machine{}, snapshots: map[snapshot.ID]*image{}, damaged: map[snapshot.ID]bool{},
-		generations: map[string]uint64{}, bootID: "boot-1", pid: 1000, changed: make(chan struct{})}
+		generations: map[string]uint64{}, reasons: map[string]string{}, bootID: "boot-1", pid: 1000, changed: make(chan struct{})}
 }
 
 // broadcast wakes whoever waits for a change; mu is held.
@@ -249,6 +250,16 @@ func (w *World) EndPagers() {
 			m.stop(vmm.Exit{Reason: vmm.ReasonCrashed}, "the pager's mount has ended", shim.CodeFailed)
 		}
 	}
+}
+
+// wake notes why a sandbox woke; mu is held.
+func (w *World) wake(sandbox, reason string) { w.reasons[sandbox] = reason }
+
+// Reason returns what the guest of a sandbox was told when it woke last.
+func (w *World) Reason(sandbox string) string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.reasons[sandbox]
 }
 
 // Reboot is a power cut: every machine dies, the catalog and the store stay.
@@ -438,6 +449,23 @@ func (b builder) Load(dir string) (a template.Artifacts, err error) {
 	}
 	a.Dir, a.BaseImage = dir, filepath.Join(dir, "base.erofs")
 	return a, nil
+}
+
+func (b builder) Copy(ctx context.Context, from template.Artifacts, _, out string) (a template.Artifacts, err error) {
+	err = b.d.step(ctx, "copy", "", func() error {
+		value, err := os.ReadFile(filepath.Join(from.Dir, "template.json"))
+		if err != nil {
+			return err
+		}
+		if err := os.MkdirAll(out, 0o755); err != nil {
+			return err
+		}
+		return os.WriteFile(filepath.Join(out, "template.json"), value, 0o644)
+	})
+	if err != nil {
+		return a, err
+	}
+	return b.Load(out)
 }
 
 func (b builder) Verify(a template.Artifacts) error {
