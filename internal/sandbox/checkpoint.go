@@ -24,8 +24,8 @@ const (
 	CheckpointRestore  CheckpointKind = "restore"  // what the sandbox was before it was rolled back
 )
 
-// Bounds of the checkpoints of one sandbox: all of them, and those that
-// restores leave, of which the latest are kept.
+// Bounds of the checkpoints of one sandbox: behind the first a user makes no
+// more, and of those that restores leave the latest are kept.
 const (
 	maxCheckpoints    = 256
 	maxBeforeRestores = 5
@@ -88,7 +88,7 @@ func (rec *record) addCheckpoint(c checkpoint) {
 	case CheckpointRestore:
 		keep = maxBeforeRestores
 	case CheckpointSchedule:
-		_, keep = rec.schedule()
+		keep = rec.Policy.Checkpoints.Keep
 	}
 	of := 0
 	for i := len(list) - 1; i >= 0; i-- {
@@ -124,7 +124,7 @@ func (rec *record) newCheckpoint(name string, kind CheckpointKind) (*checkpoint,
 	if taken(name) {
 		return nil, conflict("choose another name, or hib checkpoint rm "+rec.ID+" "+name, "sandbox %s has a checkpoint %s already", rec.ID, name)
 	}
-	if len(rec.Checkpoints) >= maxCheckpoints {
+	if kind == CheckpointUser && len(rec.Checkpoints) >= maxCheckpoints { // of others the oldest make room
 		return nil, conflict("hib checkpoint rm removes one", "sandbox %s has %d checkpoints, which is as many as there can be", rec.ID, len(rec.Checkpoints))
 	}
 	now := time.Now().UTC()
@@ -169,13 +169,17 @@ func (c *Core) Checkpoint(ctx context.Context, id, name string) (Checkpoint, err
 	if err != nil {
 		return Checkpoint{}, err
 	}
-	return c.checkpoint(ctx, e, name, CheckpointUser)
+	return c.checkpoint(ctx, e, name, CheckpointUser, nil)
 }
 
-func (c *Core) checkpoint(ctx context.Context, e *entry, name string, kind CheckpointKind) (out Checkpoint, err error) {
-	// What the operation finds is read here only once it has ended.
-	var taken Checkpoint
-	err = c.run(ctx, e, opCheckpoint, func(ctx context.Context, op *operation) error {
+// checkpoint is Checkpoint for every kind; wanted (which may be nil) is asked
+// when it is its turn.
+func (c *Core) checkpoint(ctx context.Context, e *entry, name string, kind CheckpointKind, wanted func() bool) (Checkpoint, error) {
+	taken := make(chan Checkpoint, 1) // written by an operation that the caller may not wait for
+	err := c.run(ctx, e, opCheckpoint, func(ctx context.Context, op *operation) error {
+		if wanted != nil && !wanted() {
+			return errNotWanted
+		}
 		keep, err := e.rec.newCheckpoint(name, kind)
 		if err != nil {
 			return err
@@ -188,14 +192,16 @@ func (c *Core) checkpoint(ctx context.Context, e *entry, name string, kind Check
 		if err != nil {
 			return err
 		}
-		taken = e.rec.viewCheckpoint(kept)
-		taken.Report = report
+		out := e.rec.viewCheckpoint(kept)
+		out.Report = report
+		taken <- out
+		c.emit(e, Event{Type: EventCheckpointed, Checkpoint: keep.Name, Hibernate: report, Bytes: kept.Metadata.StoredBytes})
 		return nil
 	})
 	if err != nil {
 		return Checkpoint{}, err
 	}
-	return taken, nil
+	return <-taken, nil
 }
 
 // takeCheckpoint makes what the sandbox is now its snapshot and, unless keep is

@@ -29,6 +29,7 @@ type entry struct {
 	dials     int        // requests that want to connect: while there is one, no hibernation is committed
 	unsettled bool       // rec may not be what the catalog has, or its state has no operation that goes on with it
 	retrying  bool       // somebody tries to settle it
+	schedule  schedule
 	gone      bool
 }
 
@@ -238,6 +239,7 @@ func (c *Core) finish(e *entry, op *operation) {
 		e.retrying = true
 		c.restDone.Add(1)
 	}
+	c.arrange(e)
 	e.mu.Unlock()
 	c.settleClaim(e)
 	<-e.turn
@@ -279,7 +281,6 @@ func (c *Core) retry(e *entry) {
 func (c *Core) change(ctx context.Context, e *entry, mutate func(*record)) error {
 	next := e.rec
 	mutate(&next)
-	next.Version = recordVersion
 	from := e.rec.State
 	if !allowed(from, next.State) {
 		return conflict("", "sandbox %s cannot go from %s to %s", e.id, from, next.State)
@@ -310,7 +311,10 @@ func (c *Core) change(ctx context.Context, e *entry, mutate func(*record)) error
 		from = ""
 	}
 	if from != next.State {
-		c.cfg.Events.transition(Transition{Sandbox: e.id, From: from, To: next.State, Reason: next.Reason, At: time.Now()})
+		c.emit(e, Event{Type: EventState, From: from, To: next.State, Reason: next.Reason})
+		if next.State == StateFailed {
+			c.emit(e, Event{Type: EventFailed, Reason: next.Reason})
+		}
 	}
 	return nil
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"runtime"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -49,20 +50,39 @@ func (c *Core) Fork(ctx context.Context, id string, o ForkOptions) ([]Sandbox, e
 	if err != nil {
 		return nil, err
 	}
-	forks := make(chan []*entry, 1)
+	var (
+		mu    sync.Mutex
+		left  bool // nobody waits for the operation any more
+		forks []*entry
+		name  string // of the parent
+	)
 	err = c.run(ctx, e, opCheckpoint, func(ctx context.Context, op *operation) error {
 		made, err := c.announceForks(ctx, e, op, o, names)
-		forks <- made
+		mu.Lock()
+		defer mu.Unlock()
+		if left {
+			c.withdraw(made)
+			return err
+		}
+		forks, name = made, e.rec.Name
 		return err
 	})
+	mu.Lock()
+	left = true
+	mu.Unlock()
 	if err != nil {
-		// Whoever left before the operation ended takes back what it announces.
-		if ctx.Err() != nil {
-			c.restDone.Go(func() { c.withdrawLater(forks) })
-		}
+		c.withdraw(forks)
 		return nil, err
 	}
-	return c.bringUpForks(ctx, e.id, <-forks, o)
+	out, err := c.bringUpForks(ctx, e.id, forks, o)
+	if err == nil && c.cfg.Events.OnEvent != nil {
+		ev := Event{Type: EventForked, Sandbox: e.id, Name: name, At: time.Now(), Checkpoint: o.Checkpoint}
+		for _, s := range out {
+			ev.Forks = append(ev.Forks, s.ID)
+		}
+		c.cfg.Events.OnEvent(ev) // the turn is somebody else's by now
+	}
+	return out, err
 }
 
 // names returns the name of each copy.
@@ -128,7 +148,7 @@ func (rec *record) fork(from checkpoint, id, name string, standby bool) record {
 	now := time.Now().UTC()
 	r := record{
 		Version: recordVersion, ID: id, Name: name, Template: rec.Template, TemplateVersion: rec.TemplateVersion, Shape: rec.Shape,
-		Labels: rec.Labels, Env: rec.Env, Allow: rec.Allow, Deny: rec.Deny,
+		Labels: rec.Labels, Env: rec.Env, Policy: rec.Policy,
 		AccessToken: newToken(), CreatedAt: now, LastUsed: now, ForkedFrom: rec.ID,
 		State: StateCreating, Fresh: from.Fresh, WakeAs: guestapi.ReasonFork,
 	}
@@ -149,16 +169,8 @@ func (c *Core) withdraw(forks []*entry) {
 		f.gone = true // to those who wait for it
 		f.mu.Unlock()
 		<-f.turn
-		c.trash.add(f.rec.Snapshot.ID) // unless somebody else needs it
-	}
-}
-
-// withdrawLater withdraws the copies of an operation that nobody waits for.
-func (c *Core) withdrawLater(made <-chan []*entry) {
-	forks := <-made
-	c.withdraw(forks)
-	for _, f := range forks {
 		c.admission.release(f.id)
+		c.trash.add(f.rec.Snapshot.ID) // unless somebody else needs it
 	}
 }
 
@@ -201,7 +213,6 @@ func (c *Core) bringUpFork(ctx context.Context, f *entry, standby bool) error {
 	}
 	if err != nil {
 		c.withdraw([]*entry{f})
-		c.admission.release(f.id)
 		return err
 	}
 	if standby {
@@ -224,10 +235,18 @@ func (c *Core) takeBack(ctx context.Context, parent string, forks []*entry, errs
 			c.log.Warn("a copy is not taken back", keySandbox, f.id, keyError, err)
 		}
 	}
-	err := stepError(cause, "sandbox %s was not forked", parent)
 	if len(left) == 0 {
-		return err
+		return notForked(cause, parent)
 	}
 	return &Error{Kind: ErrConflict, Message: fmt.Sprintf("sandbox %s was not forked as asked; these copies are there: %s", parent, strings.Join(left, ", ")),
-		Hint: "hib rm " + strings.Join(left, " ") + " deletes them", Cause: err}
+		Hint: "hib rm " + strings.Join(left, " ") + " deletes them", Cause: cause}
+}
+
+// notForked says that no copy of a sandbox is there, because one could not be made.
+func notForked(cause error, parent string) error {
+	e, ok := errors.AsType[*Error](cause)
+	if !ok {
+		return stepError(cause, "sandbox %s was not forked", parent)
+	}
+	return &Error{Kind: e.Kind, Message: fmt.Sprintf("sandbox %s was not forked", parent), Hint: e.Hint, Cause: cause}
 }

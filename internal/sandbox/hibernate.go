@@ -37,12 +37,12 @@ func (c *Core) Hibernate(ctx context.Context, id string, o HibernateOptions) (Sa
 		default:
 			return conflict("", "sandbox %s is %s", e.id, e.rec.State)
 		}
-		begun := time.Now()
-		report, err := c.suspend(ctx, e, op, capturing{noPark: o.NoPark, begun: begun})
-		if err != nil {
-			report = HibernateReport{TotalMS: since(begun)}
+		report, err := c.suspend(ctx, e, op, capturing{noPark: o.NoPark, begun: time.Now()})
+		if err == nil {
+			c.emit(e, Event{Type: EventHibernated, Hibernate: &report, Bytes: e.rec.Metadata.StoredBytes})
+		} else {
+			c.emit(e, Event{Type: EventCancelled, Reason: err.Error()})
 		}
-		c.cfg.Events.hibernate(e.id, report, err)
 		return err
 	})
 	return c.view(e), err

@@ -182,7 +182,7 @@ func (rec *record) checkCheckpoints(r tier.Replica) error {
 	names := map[string]bool{}
 	var there []checkpoint
 	for _, k := range rec.Checkpoints {
-		if !namePattern.MatchString(k.Name) || names[k.Name] || len(names) >= maxCheckpoints || k.WakeAs != "" && k.WakeAs != guestapi.ReasonFork {
+		if !namePattern.MatchString(k.Name) || names[k.Name] || len(names) >= 2*maxCheckpoints || k.WakeAs != "" && k.WakeAs != guestapi.ReasonFork {
 			return fmt.Errorf("it has a wrong checkpoint %q", clip(k.Name))
 		}
 		names[k.Name] = true

@@ -22,18 +22,9 @@ const (
 
 const hostKey = "store"
 
-// recordVersion is the version of the layout of sandbox and template records
-// that this version writes. Those of version 1 have no checkpoints and no
-// templates made of sandboxes; they are read as they are.
+// recordVersion is the version of the layout of sandbox records. Version 1 had
+// no checkpoints and no policy, but the egress rules that are part of it now.
 const recordVersion = 2
-
-// knownVersion refuses records that this version cannot know.
-func knownVersion(version int) error {
-	if version < 1 || version > recordVersion {
-		return fmt.Errorf("it has version %d, this daemon reads 1 to %d: it was written by a newer one", version, recordVersion)
-	}
-	return nil
-}
 
 // record is what the catalog keeps of a sandbox (docs/formats/catalog.md).
 // Its maps and pointers are shared between copies: replace them, never write
@@ -47,8 +38,7 @@ type record struct {
 	Shape           vmm.Shape         `json:"shape"`
 	Labels          map[string]string `json:"labels,omitempty"`
 	Env             map[string]string `json:"env,omitempty"`
-	Allow           []string          `json:"allow,omitempty"`
-	Deny            []string          `json:"deny,omitempty"`
+	Policy          Policy            `json:"policy"`
 	AccessToken     string            `json:"access_token"`
 	CreatedAt       time.Time         `json:"created_at"`
 	ForkedFrom      string            `json:"forked_from,omitempty"` // id of the sandbox that it began as a copy of
@@ -82,8 +72,17 @@ func decodeRecord(value []byte) (record, error) {
 	if err := json.Unmarshal(value, &rec); err != nil {
 		return record{}, err
 	}
-	if err := knownVersion(rec.Version); err != nil {
-		return record{}, err
+	switch rec.Version {
+	case recordVersion:
+	case 1:
+		var old struct{ Allow, Deny []string }
+		if err := json.Unmarshal(value, &old); err != nil {
+			return record{}, err
+		}
+		rec.Version, rec.Policy = recordVersion, DefaultPolicy()
+		rec.Policy.Egress.Allow, rec.Policy.Egress.Deny = old.Allow, old.Deny
+	default:
+		return record{}, fmt.Errorf("it has version %d, this daemon reads up to %d: it was written by a newer one", rec.Version, recordVersion)
 	}
 	if !slices.Contains(States, rec.State) {
 		return record{}, fmt.Errorf("unknown state %q", rec.State)
@@ -160,9 +159,9 @@ type Sandbox struct {
 	CPUs            int
 	Labels          map[string]string
 	Env             map[string]string
-	Allow, Deny     []string // egress rules
-	ForkedFrom      string   // id of the sandbox that it began as a copy of, "" for none
-	Checkpoints     int      // how many it has
+	Policy          Policy
+	ForkedFrom      string // id of the sandbox that it began as a copy of, "" for none
+	Checkpoints     int    // how many it has
 	Snapshot        *Snapshot
 	LastHibernate   *HibernateReport
 	LastResume      *ResumeReport
@@ -232,8 +231,7 @@ func (rec *record) view() Sandbox {
 		State: rec.State, CreatedAt: rec.CreatedAt,
 		MemoryMiB: rec.Shape.MemoryMiB, CPUs: rec.Shape.CPUs,
 		Labels: maps.Clone(rec.Labels), Env: maps.Clone(rec.Env),
-		Allow: slices.Clone(rec.Allow), Deny: slices.Clone(rec.Deny),
-		ForkedFrom: rec.ForkedFrom, Checkpoints: len(rec.Checkpoints),
+		Policy: rec.Policy, ForkedFrom: rec.ForkedFrom, Checkpoints: len(rec.Checkpoints),
 	}
 	if rec.State == StateFailed {
 		s.Reason = rec.Reason

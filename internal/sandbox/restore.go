@@ -77,6 +77,7 @@ func (c *Core) restore(ctx context.Context, e *entry, op *operation, name string
 	if err != nil {
 		return kept, err
 	}
+	c.emit(e, Event{Type: EventRestored, Checkpoint: name})
 	if err := failpoint.Hit(ctx, fpRestoreSwapped); err != nil {
 		return kept, err
 	}

@@ -193,7 +193,6 @@ func (c *Core) changeTemplate(ctx context.Context, t *tmpl, mutate func(template
 		return err
 	}
 	next := mutate(t.rec)
-	next.Version = recordVersion
 	value, err := json.Marshal(next)
 	if err != nil {
 		return fmt.Errorf("encode the record of template %s: %w", t.name, err)
@@ -214,7 +213,7 @@ func (c *Core) refreshTemplate(ctx context.Context, t *tmpl) error {
 	if !t.stale {
 		return nil
 	}
-	rec, rev := templateRecord{Version: recordVersion, Name: t.name}, uint64(0)
+	rec, rev := templateRecord{Version: templateRecordVersion, Name: t.name}, uint64(0)
 	r, err := c.cfg.Catalog.Get(ctx, kindTemplate, t.name)
 	if err == nil {
 		rev = r.Revision

@@ -2,6 +2,7 @@ package sandbox
 
 import (
 	"encoding/json"
+	"fmt"
 	"maps"
 	"slices"
 	"time"
@@ -9,6 +10,10 @@ import (
 	"github.com/hibernacle/hibernacle/internal/snapshot"
 	"github.com/hibernacle/hibernacle/internal/vmm"
 )
+
+// templateRecordVersion is the version of the layout of template records.
+// Version 1 had no templates made of sandboxes.
+const templateRecordVersion = 2
 
 // templateRecord is what the catalog keeps of a template. Versions other than
 // Current are old ones that sandboxes use, or one that is being made.
@@ -117,5 +122,9 @@ func decodeTemplate(value []byte) (templateRecord, error) {
 	if err := json.Unmarshal(value, &rec); err != nil {
 		return rec, err
 	}
-	return rec, knownVersion(rec.Version)
+	if rec.Version < 1 || rec.Version > templateRecordVersion {
+		return rec, fmt.Errorf("it has version %d, this daemon reads up to %d: it was written by a newer one", rec.Version, templateRecordVersion)
+	}
+	rec.Version = templateRecordVersion
+	return rec, nil
 }
