@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -44,6 +45,22 @@ var operations = map[string]func(h *host, id string) error{
 		return err
 	},
 	"delete": func(h *host, id string) error { return h.core.Delete(h.t.Context(), id) },
+	"checkpoint": func(h *host, id string) error {
+		_, err := h.core.Checkpoint(h.t.Context(), id, "now")
+		return err
+	},
+	"restore": func(h *host, id string) error {
+		_, _, err := h.core.Restore(h.t.Context(), id, "then")
+		return err
+	},
+	"fork": func(h *host, id string) error {
+		_, err := h.core.Fork(h.t.Context(), id, sandbox.ForkOptions{Name: "other"})
+		return err
+	},
+	"fork of a checkpoint": func(h *host, id string) error {
+		_, err := h.core.Fork(h.t.Context(), id, sandbox.ForkOptions{Name: "other", Checkpoint: "then", Standby: true})
+		return err
+	},
 	"create": func(h *host, _ string) error {
 		_, err := h.core.Create(h.t.Context(), sandbox.CreateOptions{Name: "other"})
 		return err
@@ -87,6 +104,11 @@ func faultAtStep(t *testing.T, options []func(*sandbox.Config), opName, faultNam
 		h := newHost(t, options...)
 		s := h.create(sandbox.CreateOptions{Name: "anna"})
 		h.ask(s.ID, "set old")
+		if strings.Contains(opName, "restore") || strings.Contains(opName, "checkpoint") {
+			h.ask(s.ID, "set then")
+			h.checkpoint(s.ID, "then")
+			h.ask(s.ID, "set old")
+		}
 		h.hibernate(s.ID)
 		memory := "old"
 		if !strings.HasPrefix(opName, "resume") {
@@ -112,7 +134,11 @@ func faultAtStep(t *testing.T, options []func(*sandbox.Config), opName, faultNam
 		} else if reached {
 			settled(h)
 		}
-		expectAfter(h, s.ID, opName, memory, err, reached && fault.guestDies, fault.goesBack)
+		if strings.Contains(opName, "restore") || strings.Contains(opName, "checkpoint") || strings.Contains(opName, "fork") {
+			expectKept(h, s.ID, opName, err, reached && fault.guestDies)
+		} else {
+			expectAfter(h, s.ID, opName, memory, err, reached && fault.guestDies, fault.goesBack)
+		}
 		checkAll(h)
 	})
 	return reached && ok
@@ -193,6 +219,82 @@ func expectAfter(h *host, id, opName, memory string, err error, guestDied, goesB
 		}
 	}
 	h.t.Fatalf("it has %q, not one of %q", got, allowed)
+}
+
+// expectKept checks a sandbox, and what was to be made of it, after a
+// checkpoint, a restore or a fork: nothing that was kept is lost, and what was
+// there before a restore is there still.
+func expectKept(h *host, id, opName string, err error, guestDied bool) {
+	h.t.Helper()
+	ctx := h.t.Context()
+	if h.get(id).State == sandbox.StateFailed {
+		if !guestDied {
+			h.t.Fatalf("it failed: %s", h.get(id).Reason)
+		}
+		h.resume(id)
+	}
+	var kept []string // what a user can go back to
+	now := h.ask(id, "get")
+	h.hibernate(id)
+	list, listErr := h.core.Checkpoints(ctx, id)
+	if listErr != nil {
+		h.t.Fatal(listErr)
+	}
+	for _, k := range list {
+		memory, ok := h.w.Memory(k.Snapshot.ID)
+		if !ok {
+			h.t.Fatalf("checkpoint %s is lost", k.Name)
+		}
+		want := map[string]string{"then": "then", "now": "new"}[k.Name]
+		if want != "" && memory != want && !(guestDied && memory == "old") {
+			h.t.Fatalf("checkpoint %s holds %q", k.Name, memory)
+		}
+		kept = append(kept, memory)
+	}
+	if strings.Contains(opName, "checkpoint") && !slices.Contains(kept, "then") {
+		h.t.Fatalf("checkpoint then is lost: %v", kept)
+	}
+	if err == nil && opName == "checkpoint" && !slices.Contains(kept, "new") {
+		h.t.Fatalf("acknowledged, and the checkpoints hold %v", kept)
+	}
+	allowed := []string{"new"}
+	if opName == "restore" {
+		allowed = append(allowed, "then")
+	}
+	if guestDied {
+		allowed = append(allowed, "old")
+	}
+	if opName == "restore" && err == nil && now != "then" {
+		h.t.Fatalf("restored, and it has %q", now)
+	}
+	if !slices.Contains(allowed, now) {
+		h.t.Fatalf("it has %q, not one of %q", now, allowed)
+	}
+	if opName == "restore" && now == "then" && !slices.Contains(kept, "new") && !(guestDied && slices.Contains(kept, "old")) {
+		h.t.Fatalf("what was there before the restore is lost: %v", kept)
+	}
+	if !strings.HasPrefix(opName, "fork") {
+		return
+	}
+	fork, getErr := h.core.Get(ctx, "other")
+	switch {
+	case getErr != nil && err == nil:
+		h.t.Fatalf("forked, and there is no fork: %v", getErr)
+	case getErr == nil:
+		if fork.State == sandbox.StateFailed {
+			h.resume(fork.ID)
+		}
+		want := "new"
+		if strings.Contains(opName, "checkpoint") {
+			want = "then"
+		}
+		if got := h.ask(fork.ID, "get"); got != want {
+			h.t.Fatalf("the fork has %q", got)
+		}
+		if err := h.core.Delete(ctx, fork.ID); err != nil {
+			h.t.Fatal(err)
+		}
+	}
 }
 
 // checkAll uses everything once more and looks for what is left behind.

@@ -31,8 +31,14 @@ func (s set) plus(t set) set {
 
 // modelled is what a user knows of a sandbox.
 type modelled struct {
-	memory set // of the guest, or of the snapshot where it sleeps
-	saved  set // of the last committed snapshot
+	memory set            // of the guest, or of the snapshot where it sleeps
+	saved  set            // of the last committed snapshot
+	kept   map[string]set // by the name of a checkpoint that was acknowledged
+	maybe  map[string]set // likewise, of one that was not
+}
+
+func newModelled(memory set) *modelled {
+	return &modelled{memory: memory, saved: memory, kept: map[string]set{}, maybe: map[string]set{}}
 }
 
 // model is a host with what must be true of it.
@@ -103,7 +109,7 @@ func (m *model) operate(i int) {
 		})
 	}
 	id := m.pick()
-	op := m.rnd.IntN(8)
+	op := m.rnd.IntN(13)
 	if id == "" {
 		op = 0
 	}
@@ -161,6 +167,26 @@ func (m *model) begin(op int, id string, i int) (finish func()) {
 		default:
 			m.crash()
 		}
+	case 8, 9:
+		name := fmt.Sprint("k", i)
+		if _, err := m.core.Checkpoint(ctx, id, name); err == nil {
+			s.saved = s.memory
+			s.kept[name] = s.memory
+		} else {
+			s.saved = s.saved.plus(s.memory)
+			s.maybe[name] = s.memory.plus(s.saved)
+		}
+	case 10:
+		m.restore(ctx, id, s)
+	case 11:
+		return m.beginFork(ctx, id, s, i)
+	case 12:
+		for _, name := range slices.Sorted(maps.Keys(s.kept)) {
+			m.core.RemoveCheckpoint(ctx, id, name)
+			s.maybe[name] = s.kept[name]
+			delete(s.kept, name)
+			break
+		}
 	case 7:
 		err := m.core.Delete(ctx, id)
 		return func() {
@@ -176,6 +202,51 @@ func (m *model) begin(op int, id string, i int) (finish func()) {
 	return func() {}
 }
 
+// restore rolls a sandbox back to a checkpoint of its, if it has one.
+func (m *model) restore(ctx context.Context, id string, s *modelled) {
+	for _, name := range slices.Sorted(maps.Keys(s.kept)) {
+		if _, _, err := m.core.Restore(ctx, id, name); err == nil {
+			s.memory, s.saved = s.kept[name], s.kept[name]
+		} else {
+			s.saved = s.saved.plus(s.memory).plus(s.kept[name])
+			s.memory = s.memory.plus(s.kept[name])
+		}
+		return
+	}
+}
+
+// beginFork makes a copy of a sandbox, or of a checkpoint of its.
+func (m *model) beginFork(ctx context.Context, id string, s *modelled, i int) (finish func()) {
+	name, o, memory := fmt.Sprint("f", i), sandbox.ForkOptions{Standby: m.rnd.IntN(2) == 0}, s.memory
+	o.Name = name
+	if kept := slices.Sorted(maps.Keys(s.kept)); len(kept) > 0 && m.rnd.IntN(2) == 0 {
+		o.Checkpoint = kept[0]
+		memory = s.kept[kept[0]]
+	}
+	_, err := m.core.Fork(ctx, id, o)
+	switch {
+	case o.Checkpoint != "":
+	case err == nil:
+		s.saved = s.memory
+	default:
+		s.saved = s.saved.plus(s.memory)
+	}
+	return func() {
+		got, getErr := m.core.Get(m.t.Context(), name)
+		switch {
+		case getErr == nil && (err == nil || errors.Is(err, sandboxtest.ErrKilled) || o.Standby):
+			if err != nil {
+				memory = memory.plus(s.saved)
+			}
+			m.sandboxes[got.ID] = newModelled(memory)
+		case err != nil && getErr == nil:
+			m.t.Fatalf("%s was not made (%v) and is %s", name, err, got.State)
+		case err == nil && getErr != nil:
+			m.t.Fatalf("%s was made and is lost: %v", name, getErr)
+		}
+	}
+}
+
 // beginCreate creates a sandbox. One that was refused must not be there; where
 // the daemon died before it could answer, both are right.
 func (m *model) beginCreate(ctx context.Context) (finish func()) {
@@ -184,18 +255,48 @@ func (m *model) beginCreate(ctx context.Context) (finish func()) {
 	s, err := m.core.Create(ctx, sandbox.CreateOptions{Name: name, ColdBoot: m.rnd.IntN(8) == 0})
 	if err == nil {
 		fresh := set{"booted": true}
-		m.sandboxes[s.ID] = &modelled{memory: fresh, saved: fresh}
+		m.sandboxes[s.ID] = newModelled(fresh)
 	}
 	return func() {
 		got, getErr := m.core.Get(m.t.Context(), name)
 		switch {
 		case errors.Is(err, sandboxtest.ErrKilled) && getErr == nil:
 			fresh := set{"booted": true}
-			m.sandboxes[got.ID] = &modelled{memory: fresh, saved: fresh}
+			m.sandboxes[got.ID] = newModelled(fresh)
 		case err != nil && getErr == nil:
 			m.t.Fatalf("%s was not created (%v) and is %s", name, err, got.State)
 		case err == nil && getErr != nil:
 			m.t.Fatalf("%s was created and is lost: %v", name, getErr)
+		}
+	}
+}
+
+// checkKept looks at what the checkpoints of a sandbox hold.
+func (m *model) checkKept(id string, s *modelled) {
+	m.t.Helper()
+	list, err := m.core.Checkpoints(m.t.Context(), id)
+	if err != nil {
+		m.t.Fatal(err)
+	}
+	there := map[string]bool{}
+	for _, k := range list {
+		there[k.Name] = true
+		memory, ok := m.w.Memory(k.Snapshot.ID)
+		if !ok {
+			m.t.Fatalf("%s: what checkpoint %s holds is lost", id, k.Name)
+		}
+		if want, known := s.kept[k.Name]; known && !want[memory] {
+			m.t.Fatalf("%s: checkpoint %s holds %q, not one of %v", id, k.Name, memory, want)
+		} else if known {
+			s.kept[k.Name] = set{memory: true}
+		}
+		if want, known := s.maybe[k.Name]; known && !want[memory] {
+			m.t.Fatalf("%s: checkpoint %s holds %q, not one of %v", id, k.Name, memory, want)
+		}
+	}
+	for name := range s.kept {
+		if !there[name] {
+			m.t.Fatalf("%s: checkpoint %s is lost", id, name)
 		}
 	}
 }
@@ -225,5 +326,6 @@ func (m *model) check() {
 			m.t.Fatalf("%s has %q, not one of %v", id, got, s.memory)
 		}
 		s.memory = set{got: true}
+		m.checkKept(id, s)
 	}
 }

@@ -246,6 +246,94 @@ func races(h *host) {
 	}
 }
 
+// TestEverythingAtOnce lets traffic, hibernation, resume, checkpoint, fork,
+// restore and deletion meet at one instant on one sandbox, many times. Each
+// answer is true, copies hold what the sandbox held at one time, and nothing is left.
+func TestEverythingAtOnce(t *testing.T) { each(t, everythingAtOnce) }
+
+func everythingAtOnce(h *host) {
+	t := h.t
+	ctx := t.Context()
+	rounds := 1000
+	if testing.Short() {
+		rounds = 100
+	}
+	// An answer that is right where others do something else with the sandbox.
+	fair := func(round int, what string, err error) {
+		if err != nil && !errors.Is(err, sandbox.ErrConflict) && !errors.Is(err, sandbox.ErrNotFound) {
+			t.Errorf("round %d: %s: %v", round, what, err)
+		}
+	}
+	for round := range rounds {
+		s := h.create()
+		old, now := fmt.Sprint("old-", round), fmt.Sprint("now-", round)
+		h.ask(s.ID, "set "+old)
+		h.checkpoint(s.ID, "old")
+		h.ask(s.ID, "set "+now)
+		var mu sync.Mutex
+		var copies []string // ids
+		start := make(chan struct{})
+		var wg sync.WaitGroup
+		together := func(what string, do func() error) {
+			wg.Go(func() {
+				<-start
+				fair(round, what, do())
+			})
+		}
+		for range 2 {
+			together("traffic", func() error {
+				conn, err := h.core.Dial(ctx, s.ID, 80)
+				if err == nil {
+					conn.Close()
+				}
+				return err
+			})
+		}
+		together("hibernate", func() error { _, err := h.core.Hibernate(ctx, s.ID, sandbox.HibernateOptions{}); return err })
+		together("resume", func() error { _, err := h.core.Resume(ctx, s.ID, sandbox.ResumeOptions{}); return err })
+		together("checkpoint", func() error { _, err := h.core.Checkpoint(ctx, s.ID, ""); return err })
+		together("restore", func() error { _, _, err := h.core.Restore(ctx, s.ID, "old"); return err })
+		for _, from := range []string{"", "old"} {
+			together("fork", func() error {
+				forks, err := h.core.Fork(ctx, s.ID, sandbox.ForkOptions{Count: 2, Checkpoint: from})
+				mu.Lock()
+				defer mu.Unlock()
+				for _, f := range forks {
+					copies = append(copies, f.ID)
+				}
+				return err
+			})
+		}
+		deleted := round%2 == 1
+		if deleted {
+			together("delete", func() error { return h.core.Delete(ctx, s.ID) })
+		}
+		close(start)
+		wg.Wait()
+		if !deleted {
+			if got := h.ask(s.ID, "get"); got != old { // the restore came to its end
+				t.Errorf("round %d: it has %q", round, got)
+			}
+			copies = append(copies, s.ID)
+		}
+		for _, id := range copies {
+			if got := h.ask(id, "get"); got != old && got != now {
+				t.Errorf("round %d: a copy has %q", round, got)
+			}
+			if err := h.core.Delete(ctx, id); err != nil {
+				t.Error(err)
+			}
+		}
+		if list := h.list(); len(list) != 0 {
+			t.Errorf("round %d: %d sandboxes are left", round, len(list))
+		}
+		h.noneLeft()
+		if t.Failed() {
+			t.FailNow()
+		}
+	}
+}
+
 // TestManyAtOnce races over many sandboxes with collections in between.
 func TestManyAtOnce(t *testing.T) { each(t, manyAtOnce) }
 
