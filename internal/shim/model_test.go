@@ -171,7 +171,7 @@ func (w *world) captureOnce(ctx context.Context, rng *rand.Rand) {
 func (w *world) thawOnce(ctx context.Context, rng *rand.Rand) {
 	attempt := w.attempts.Load() + 1
 	attempt -= min(attempt, uint64(rng.IntN(4)))
-	if err := w.client.Thaw(ctx, ThawRequest{Attempt: attempt}); err == nil {
+	if err := w.client.Thaw(ctx, ThawRequest{Attempt: attempt, Committed: rng.IntN(2) == 0}); err == nil {
 		w.mu.Lock()
 		w.refused = max(w.refused, attempt)
 		w.mu.Unlock()
