@@ -36,6 +36,8 @@ type Sandbox struct {
 	Replication   *Replication      `json:"replication"`    // of Snapshot to the remote store; null without one
 	Parked        bool              `json:"parked"`         // in standby, its paused VMM is kept as a cache
 	Policy        Policy            `json:"policy"`
+	ForkedFrom    string            `json:"forked_from,omitempty"` // id of the sandbox that it began as a copy of
+	Checkpoints   int               `json:"checkpoints"`           // how many it has
 }
 
 // Replication says where the sandbox's snapshot is kept.
@@ -167,6 +169,7 @@ type Template struct {
 	Kernel      string         `json:"kernel"` // release
 	Bases       []TemplateBase `json:"bases"`  // base snapshots, one a shape
 	SandboxRefs int            `json:"sandboxes"`
+	MadeOf      string         `json:"made_of,omitempty"` // id of the sandbox that it was made of; not of one that was built
 }
 
 // TemplateBase is a base snapshot of a template.

@@ -122,6 +122,7 @@ Start the daemon with "hib serve", then: hib template build, hib create, hib exe
 		newTemplateCommand(a),
 		newCreateCommand(a), newUpdateCommand(a), newLsCommand(a), newInspectCommand(a), newExecCommand(a),
 		newHibernateCommand(a), newResumeCommand(a), newRmCommand(a), newLogsCommand(a),
+		newCheckpointCommand(a), newRestoreCommand(a), newForkCommand(a),
 		newCpCommand(a), newPortForwardCommand(a),
 		newStoreCommand(a),
 		newBenchCommand(a), newShimCommand(),

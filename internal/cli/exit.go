@@ -187,6 +187,15 @@ func exactArgs(n int) cobra.PositionalArgs {
 	}
 }
 
+func rangeArgs(min, max int) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if len(args) < min || len(args) > max {
+			return usagef("usage: %s", cmd.UseLine())
+		}
+		return nil
+	}
+}
+
 func minArgs(n int) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, args []string) error {
 		if len(args) < n {

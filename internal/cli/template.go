@@ -20,7 +20,7 @@ func newTemplateCommand(a *app) *cobra.Command {
 		Args:  noArgs,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(newTemplateBuildCommand(a), newTemplateLsCommand(a), newTemplateInspectCommand(a), newTemplateRmCommand(a))
+	cmd.AddCommand(newTemplateBuildCommand(a), newTemplateCreateFromCommand(a), newTemplateLsCommand(a), newTemplateInspectCommand(a), newTemplateRmCommand(a))
 	return cmd
 }
 
@@ -58,6 +58,41 @@ func runTemplateBuild(ctx context.Context, a *app, req api.BuildRequest) error {
 	p := newProgress(a.Err)
 	t, err := c.BuildTemplate(ctx, req, p.update)
 	p.end()
+	if err != nil {
+		return err
+	}
+	if a.json {
+		return a.printJSON(t)
+	}
+	fmt.Fprintf(a.Out, "%s version %d\n", t.Name, t.Version)
+	return nil
+}
+
+func newTemplateCreateFromCommand(a *app) *cobra.Command {
+	var req api.TemplateFromRequest
+	cmd := &cobra.Command{
+		Use:   "create-from [flags] ID NAME",
+		Short: "Make a template whose sandboxes begin where a sandbox is",
+		Long: `Make a template whose sandboxes begin where a sandbox is now, or was at a
+checkpoint, each with an identity of its own. It has the memory and CPUs of that
+sandbox and no other. A name that exists gets a new version. The sandbox goes
+on, and may be deleted.`,
+		Args: exactArgs(2),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			req.Sandbox = args[0]
+			return runTemplateCreateFrom(cmd.Context(), a, args[1], req)
+		},
+	}
+	cmd.Flags().StringVar(&req.Checkpoint, "checkpoint", "", "of the checkpoint `NAME` (default: what it is now)")
+	return cmd
+}
+
+func runTemplateCreateFrom(ctx context.Context, a *app, name string, req api.TemplateFromRequest) error {
+	c, err := a.client()
+	if err != nil {
+		return err
+	}
+	t, err := c.CreateTemplateFrom(ctx, name, req)
 	if err != nil {
 		return err
 	}
@@ -126,6 +161,9 @@ func runTemplateInspect(ctx context.Context, a *app, name string) error {
 		{"Memory", strconv.Itoa(t.MemoryMiB) + " MiB"}, {"CPUs", strconv.Itoa(t.CPUs)},
 		{"Base image", t.BaseDigest + ", " + size(t.BaseBytes)}, {"Kernel", t.Kernel},
 		{"Sandboxes", strconv.Itoa(t.SandboxRefs)},
+	}
+	if t.MadeOf != "" {
+		rows = append(rows, []string{"Made of", "sandbox " + t.MadeOf})
 	}
 	for _, b := range t.Bases {
 		rows = append(rows, []string{"Base snapshot", fmt.Sprintf("%s: %d CPUs, %d MiB, %s stored", b.Snapshot, b.CPUs, b.MemoryMiB, size(b.StoredBytes))})

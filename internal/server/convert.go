@@ -39,24 +39,18 @@ func fromBuild(r api.BuildRequest) sandbox.BuildOptions {
 func toSandbox(s sandbox.Sandbox) api.Sandbox {
 	out := api.Sandbox{
 		ID: s.ID, Name: s.Name, Template: s.Template, State: api.State(s.State), Reason: s.Reason,
-		CreatedAt: s.CreatedAt, MemoryMiB: s.MemoryMiB, CPUs: s.CPUs, Labels: orEmpty(s.Labels), Parked: s.Parked,
+		CreatedAt: s.CreatedAt, MemoryMiB: s.MemoryMiB, CPUs: s.CPUs, Labels: orEmpty(s.Labels), Parked: s.Parked, ForkedFrom: s.ForkedFrom, Checkpoints: s.Checkpoints,
 		Policy: toPolicy(s.Policy),
 	}
 	if r := s.Replication; r != nil {
 		out.Replication = &api.Replication{State: r.State, Error: r.Error, SentBytes: r.SentBytes}
 	}
-	if p := s.Snapshot; p != nil {
-		out.Snapshot = &api.Snapshot{
-			ID: string(p.ID), Parent: string(p.Parent), CreatedAt: p.CreatedAt,
-			MemoryBytes: p.MemoryBytes, DirtyBytes: p.DirtyBytes, StoredBytes: p.StoredBytes,
-		}
+	if s.Snapshot != nil {
+		snap := toSnapshot(*s.Snapshot)
+		out.Snapshot = &snap
 	}
-	if h := s.LastHibernate; h != nil {
-		out.LastHibernate = &api.HibernateReport{TotalMS: h.TotalMS, PauseMS: h.PauseMS, Phases: orEmpty(h.Phases), Warnings: h.Warnings}
-		if w := h.WorkingSet; w != nil {
-			report := api.WorkingSetReport(*w)
-			out.LastHibernate.WorkingSet = &report
-		}
+	if s.LastHibernate != nil {
+		out.LastHibernate = toHibernateReport(*s.LastHibernate)
 	}
 	if r := s.LastResume; r != nil {
 		out.LastResume = &api.ResumeReport{
@@ -68,11 +62,27 @@ func toSandbox(s sandbox.Sandbox) api.Sandbox {
 	return out
 }
 
+func toSnapshot(p sandbox.Snapshot) api.Snapshot {
+	return api.Snapshot{
+		ID: string(p.ID), Parent: string(p.Parent), CreatedAt: p.CreatedAt,
+		MemoryBytes: p.MemoryBytes, DirtyBytes: p.DirtyBytes, StoredBytes: p.StoredBytes,
+	}
+}
+
+func toHibernateReport(h sandbox.HibernateReport) *api.HibernateReport {
+	out := &api.HibernateReport{TotalMS: h.TotalMS, PauseMS: h.PauseMS, Phases: orEmpty(h.Phases), Warnings: h.Warnings}
+	if w := h.WorkingSet; w != nil {
+		report := api.WorkingSetReport(*w)
+		out.WorkingSet = &report
+	}
+	return out
+}
+
 func toTemplate(t sandbox.Template) api.Template {
 	out := api.Template{
 		Name: t.Name, Version: t.Version, CreatedAt: t.CreatedAt, MemoryMiB: t.MemoryMiB, CPUs: t.CPUs,
 		BaseDigest: t.BaseDigest, BaseBytes: t.BaseBytes, Kernel: t.Kernel,
-		Bases: make([]api.TemplateBase, 0, len(t.Bases)), SandboxRefs: t.SandboxRefs,
+		Bases: make([]api.TemplateBase, 0, len(t.Bases)), SandboxRefs: t.SandboxRefs, MadeOf: t.MadeOf,
 	}
 	for _, b := range t.Bases {
 		out.Bases = append(out.Bases, api.TemplateBase{MemoryMiB: b.MemoryMiB, CPUs: b.CPUs, Snapshot: string(b.Snapshot), StoredBytes: b.StoredBytes})

@@ -118,6 +118,20 @@ func TestAnswersAreAsDescribed(t *testing.T) {
 		{"POST", "/v1/sandboxes/{id}/evict", "", `{"local":true}`, 200},
 		{"GET", "/v1/sandboxes/{id}", "", "", 200},
 		{"POST", "/v1/sandboxes/{id}/resume", "", "", 200},
+		{"GET", "/v1/sandboxes/{id}/checkpoints", "", "", 200},
+		{"POST", "/v1/sandboxes/{id}/checkpoints", "", "", 201},
+		{"POST", "/v1/sandboxes/{id}/checkpoints", "", `{"name":"clean"}`, 201},
+		{"POST", "/v1/sandboxes/{id}/checkpoints", "", `{"name":"clean"}`, 409},
+		{"GET", "/v1/sandboxes/{id}/checkpoints", "", "", 200},
+		{"POST", "/v1/sandboxes/{id}/restore", "", `{"checkpoint":"clean"}`, 200},
+		{"POST", "/v1/sandboxes/{id}/restore", "", `{"checkpoint":"none"}`, 404},
+		{"POST", "/v1/sandboxes/{id}/fork", "", "", 201},
+		{"POST", "/v1/sandboxes/{id}/fork", "", `{"count":2,"checkpoint":"clean","name":"x","standby":true}`, 201},
+		{"POST", "/v1/sandboxes/{id}/fork", "", `{"number":2}`, 400},
+		{"POST", "/v1/templates/{name}/create-from", "", `{"sandbox":"b","checkpoint":""}`, 201},
+		{"POST", "/v1/templates/{name}/create-from", "", `{"sandbox":"none"}`, 404},
+		{"DELETE", "/v1/sandboxes/{id}/checkpoints/{checkpoint}", "", "", 204},
+		{"DELETE", "/v1/sandboxes/{id}/checkpoints/{checkpoint}", "", "", 404},
 		{"GET", "/v1/sandboxes/{id}/logs", "", "", 200},
 		{"POST", "/v1/sandboxes/{id}/exec", "", `{"cmd":["true"]}`, 200},
 		{"POST", "/v1/sandboxes/{id}/exec", "", `{}`, 400},
@@ -144,7 +158,7 @@ func TestAnswersAreAsDescribed(t *testing.T) {
 		{"GET", "/v1/host", "", "", 200},
 	} {
 		t.Run(fmt.Sprintf("%s %s %d", c.method, c.path, c.status), func(t *testing.T) {
-			path := strings.NewReplacer("{id}", id, "{port}", "80", "{name}", "py").Replace(c.path)
+			path := strings.NewReplacer("{id}", id, "{port}", "80", "{name}", "py", "{checkpoint}", "clean").Replace(c.path)
 			resp, body := f.do(c.method, path+c.query, c.body)
 			if resp.StatusCode != c.status {
 				t.Fatalf("status %d: %s", resp.StatusCode, body)
@@ -179,6 +193,8 @@ func TestRequestsAreAsDescribed(t *testing.T) {
 		"Sandbox": api.Sandbox{}, "Template": api.Template{}, "Progress": api.Progress{}, "Version": api.Version{}, "Error": api.Error{},
 		"StoreStatus": api.StoreStatus{}, "TierStatus": api.TierStatus{}, "StoreSandbox": api.StoreSandbox{}, "CollectRequest": api.CollectRequest{}, "VerifyRequest": api.VerifyRequest{},
 		"Collected": api.Collected{}, "CollectedTier": api.CollectedTier{}, "ImportRequest": api.ImportRequest{}, "Imported": api.Imported{},
+		"Checkpoint": api.Checkpoint{}, "CheckpointRequest": api.CheckpointRequest{}, "RestoreRequest": api.RestoreRequest{}, "Restored": api.Restored{},
+		"ForkRequest": api.ForkRequest{}, "TemplateFromRequest": api.TemplateFromRequest{},
 		"EvictRequest": api.EvictRequest{}, "Evicted": api.Evicted{}, "Host": api.Host{},
 	} {
 		described := map[string]bool{}

@@ -30,6 +30,11 @@ func (s *Server) routes() []route {
 		{"POST", "/v1/sandboxes/{id}/hibernate", s.hibernateSandbox},
 		{"POST", "/v1/sandboxes/{id}/evict", s.evictSandbox},
 		{"POST", "/v1/sandboxes/{id}/resume", s.resumeSandbox},
+		{"GET", "/v1/sandboxes/{id}/checkpoints", s.listCheckpoints},
+		{"POST", "/v1/sandboxes/{id}/checkpoints", s.createCheckpoint},
+		{"DELETE", "/v1/sandboxes/{id}/checkpoints/{checkpoint}", s.deleteCheckpoint},
+		{"POST", "/v1/sandboxes/{id}/restore", s.restoreSandbox},
+		{"POST", "/v1/sandboxes/{id}/fork", s.forkSandbox},
 		{"GET", "/v1/sandboxes/{id}/logs", s.getLogs},
 
 		{"POST", "/v1/sandboxes/{id}/exec", s.exec},
@@ -42,6 +47,7 @@ func (s *Server) routes() []route {
 		{"POST", "/v1/templates", s.buildTemplate},
 		{"GET", "/v1/templates/{name}", s.getTemplate},
 		{"DELETE", "/v1/templates/{name}", s.deleteTemplate},
+		{"POST", "/v1/templates/{name}/create-from", s.createTemplateFrom},
 
 		{"GET", "/v1/store/status", s.getStoreStatus},
 		{"POST", "/v1/store/verify", s.verifyStore},

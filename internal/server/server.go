@@ -34,6 +34,13 @@ type Core interface {
 	Evict(ctx context.Context, id string, o sandbox.EvictOptions) (sandbox.Evicted, error)
 	Delete(ctx context.Context, id string) error
 
+	Checkpoints(ctx context.Context, id string) ([]sandbox.Checkpoint, error)
+	Checkpoint(ctx context.Context, id, name string) (sandbox.Checkpoint, error)
+	RemoveCheckpoint(ctx context.Context, id, name string) error
+	Restore(ctx context.Context, id, name string) (s sandbox.Sandbox, kept string, err error)
+	Fork(ctx context.Context, id string, o sandbox.ForkOptions) ([]sandbox.Sandbox, error)
+	CreateTemplateFrom(ctx context.Context, id, checkpoint, name string) (sandbox.Template, error)
+
 	// Dial connects to a TCP port in the guest and wakes it for that.
 	Dial(ctx context.Context, id string, port int) (net.Conn, error)
 	// AgentToken returns the token that the agent's process and file calls need.

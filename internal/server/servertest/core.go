@@ -36,11 +36,12 @@ type Core struct {
 
 	agent *httptest.Server
 
-	mu        sync.Mutex
-	sandboxes []*sandbox.Sandbox
-	templates map[string]sandbox.Template
-	wakes     int
-	n         int
+	mu          sync.Mutex
+	sandboxes   []*sandbox.Sandbox
+	templates   map[string]sandbox.Template
+	checkpoints map[string][]sandbox.Checkpoint // by id
+	wakes       int
+	n           int
 }
 
 // NewCore returns a core with the template base whose guests are served by
