@@ -29,7 +29,7 @@ type Transition struct {
 // while they run, and must not call the Core.
 type Events struct {
 	OnTransition func(Transition)
-	OnHibernate  func(sandbox string, report HibernateReport, err error) // a hibernation ended
+	OnHibernate  func(sandbox string, report HibernateReport, err error) // a hibernation ended, its machine parked or released
 	OnStart      func(sandbox string, report ResumeReport, err error)    // a creation or a resume ended
 	OnCollect    func(deleted snapshot.Collected, err error)
 	OnCompact    func(sandbox string, done snapshot.Compacted, err error) // a compaction wrote something, found a damage or failed
