@@ -86,7 +86,7 @@ func TestKillAtEveryStep(t *testing.T) {
 			if n := len(d.Shims()); n != 1 {
 				t.Errorf("%d machines run, want 1", n)
 			}
-			d.Hib("hibernate", id)
+			d.Hibernate(id)
 			if n := len(d.Parked()); n != 1 {
 				t.Errorf("%d machines are parked, want 1", n)
 			}
