@@ -395,11 +395,20 @@ func (d *Daemon) Hibernate(id string) api.Sandbox {
 	Eventually(d.t, fmt.Sprintf("the machine of sandbox %s is parked or released", id), func() bool {
 		now := d.Inspect(id)
 		sb.LastHibernate, sb.Parked = now.LastHibernate, now.Parked
-		_, released := now.LastHibernate.Phases["release"]
-		_, parked := now.LastHibernate.Phases["park"]
-		return released || parked
+		return HasLeft(now)
 	})
 	return sb
+}
+
+// HasLeft reports whether the sandbox's last hibernation has ended: its machine is
+// parked or released.
+func HasLeft(sb api.Sandbox) bool {
+	if sb.LastHibernate == nil {
+		return false
+	}
+	_, released := sb.LastHibernate.Phases["release"]
+	_, parked := sb.LastHibernate.Phases["park"]
+	return released || parked
 }
 
 // WriteFile puts content into a file of the sandbox.
