@@ -46,7 +46,11 @@ func TestAnswerComesWithTheCommit(t *testing.T) {
 		t.Run(step, func(t *testing.T) {
 			told := make(chan sandbox.HibernateReport, 1)
 			h := newHost(t, append(options, func(c *sandbox.Config) {
-				c.Events.OnHibernate = func(_ string, r sandbox.HibernateReport, _ error) { told <- r }
+				c.Events.OnEvent = func(e sandbox.Event) {
+					if e.Type == sandbox.EventHibernated {
+						told <- *e.Hibernate
+					}
+				}
 			})...)
 			s := h.create()
 			h.ask(s.ID, "set kept")
