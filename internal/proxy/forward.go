@@ -13,6 +13,8 @@ import (
 	"net/http/httputil"
 	"net/netip"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hibernacle/hibernacle/api"
@@ -121,9 +123,15 @@ func (p *Proxy) forward(w *answerWriter, r *http.Request, t target, id string, c
 		},
 		ErrorHandler: func(_ http.ResponseWriter, _ *http.Request, err error) { failed = err },
 	}
-	// Either direction may go on when the other has begun; HTTP/2 needs no word.
-	_ = http.NewResponseController(w).EnableFullDuplex()
-	rp.ServeHTTP(w, r.WithContext(ctx))
+	r = r.WithContext(ctx)
+	if r.Body != nil && r.Body != http.NoBody {
+		// Either direction may go on when the other has begun; HTTP/2 needs no word.
+		_ = http.NewResponseController(w).EnableFullDuplex()
+		body := &requestBody{body: r.Body}
+		r.Body = body
+		defer body.finish(w)
+	}
+	rp.ServeHTTP(w, r)
 	switch cause := context.Cause(ctx); {
 	case failed == nil || w.status != 0:
 		return nil
@@ -212,6 +220,37 @@ func ownCookie(line string, t target) (string, bool) {
 func isEndless(resp *http.Response) bool {
 	kind, _, _ := mime.ParseMediaType(resp.Header.Get("Content-Type"))
 	return kind == "text/event-stream"
+}
+
+// requestBody is the body of a request, which the transport reads while the
+// answer is passed on. When the request is over nobody may read it any more, or
+// the server meets that reader on its connection.
+type requestBody struct {
+	mu   sync.Mutex // held while it is read
+	over atomic.Bool
+	body io.Reader
+}
+
+func (b *requestBody) Read(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.over.Load() {
+		return 0, http.ErrBodyReadAfterClose
+	}
+	return b.body.Read(p)
+}
+
+// Close leaves the body to the server.
+func (b *requestBody) Close() error { return nil }
+
+// finish ends reading. What is still read then was not wanted to the end.
+func (b *requestBody) finish(w http.ResponseWriter) {
+	b.over.Store(true)
+	if !b.mu.TryLock() {
+		_ = http.NewResponseController(w).SetReadDeadline(time.Unix(1, 0))
+		b.mu.Lock()
+	}
+	b.mu.Unlock()
 }
 
 // sleeper is a connection that tells when its guest went to sleep.
