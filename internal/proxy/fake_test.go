@@ -57,7 +57,7 @@ func (c *guestCore) Get(_ context.Context, id string) (sandbox.Sandbox, error) {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return sandbox.Sandbox{ID: boxID, Name: boxName, State: c.state, TrafficToken: token}, nil
+	return sandbox.Sandbox{ID: boxID, Name: boxName, State: c.state, TrafficToken: token, Policy: sandbox.Policy{Public: []int{9000}}}, nil
 }
 
 func (c *guestCore) AgentToken(context.Context, string) (string, error) { return agent, nil }

@@ -129,6 +129,9 @@ func (p *Proxy) forward(w *answerWriter, r *http.Request, t target, id string, c
 		_ = http.NewResponseController(w).EnableFullDuplex()
 		body := &requestBody{body: r.Body}
 		r.Body = body
+		if r.ProtoMajor == 1 {
+			w.request = body
+		}
 		defer body.finish(w)
 	}
 	rp.ServeHTTP(w, r)
@@ -226,9 +229,10 @@ func isEndless(resp *http.Response) bool {
 // answer is passed on. When the request is over nobody may read it any more, or
 // the server meets that reader on its connection.
 type requestBody struct {
-	mu   sync.Mutex // held while it is read
-	over atomic.Bool
-	body io.Reader
+	mu    sync.Mutex // held while it is read
+	over  atomic.Bool
+	ended atomic.Bool // there is nothing more to be read
+	body  io.Reader
 }
 
 func (b *requestBody) Read(p []byte) (int, error) {
@@ -237,7 +241,11 @@ func (b *requestBody) Read(p []byte) (int, error) {
 	if b.over.Load() {
 		return 0, http.ErrBodyReadAfterClose
 	}
-	return b.body.Read(p)
+	n, err := b.body.Read(p)
+	if err != nil {
+		b.ended.Store(true)
+	}
+	return n, err
 }
 
 // Close leaves the body to the server.
@@ -246,6 +254,9 @@ func (b *requestBody) Close() error { return nil }
 // finish ends reading. What is still read then was not wanted to the end.
 func (b *requestBody) finish(w http.ResponseWriter) {
 	b.over.Store(true)
+	if b.ended.Load() {
+		return
+	}
 	if !b.mu.TryLock() {
 		_ = http.NewResponseController(w).SetReadDeadline(time.Unix(1, 0))
 		b.mu.Lock()
@@ -299,7 +310,8 @@ func whenAsleep(ctx context.Context, conn net.Conn, cut func()) (stop func()) {
 // answerWriter remembers the status of an answer and can break it off.
 type answerWriter struct {
 	http.ResponseWriter
-	status   int // 0 until the header is written
+	status   int          // 0 until the header is written
+	request  *requestBody // of a connection that takes one request after the other; nil: there is none
 	hijacked chan net.Conn
 }
 
@@ -310,6 +322,10 @@ func newAnswerWriter(w http.ResponseWriter) *answerWriter {
 func (w *answerWriter) WriteHeader(status int) {
 	if w.status == 0 && status >= http.StatusOK { // what comes before is no answer
 		w.status = status
+		if w.request != nil && !w.request.ended.Load() {
+			// What is left of the request stands in the way of the next one.
+			w.Header().Set("Connection", "close")
+		}
 	}
 	w.ResponseWriter.WriteHeader(status)
 }

@@ -117,6 +117,20 @@ func TestForwards(t *testing.T) {
 	}
 }
 
+// TestPublicPort: it needs no pass, and what looks like one stays with the daemon.
+func TestPublicPort(t *testing.T) {
+	f := newFixture(t)
+	f.guest(9000, func(w http.ResponseWriter, r *http.Request) {
+		fmt.Fprintf(w, "%q %q %q", r.Header.Get("Hib-Access-Token"), r.Header.Get("X-Api-Key"), r.RequestURI)
+	})
+	f.core.hibernate()
+	for _, headers := range [][]string{nil, {pass}, {pass + "x"}, {"X-API-Key: " + key}} {
+		if resp, body := f.do(f.request("GET", host(9000), "/?hib_token=x", nil, headers...)); body != `"" "" "/"` {
+			t.Errorf("%v: %s %s", headers, resp.Status, body)
+		}
+	}
+}
+
 func TestPathFormKeepsToItsFolder(t *testing.T) {
 	f := newFixture(t)
 	f.guest(8000, func(w http.ResponseWriter, r *http.Request) { http.Redirect(w, r, "/login?x", http.StatusFound) })

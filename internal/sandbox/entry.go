@@ -283,6 +283,7 @@ func (c *Core) retry(e *entry) {
 func (c *Core) change(ctx context.Context, e *entry, mutate func(*record)) error {
 	next := e.rec
 	mutate(&next)
+	next.moved(e.rec, time.Now().UTC())
 	from := e.rec.State
 	if !allowed(from, next.State) {
 		return conflict("", "sandbox %s cannot go from %s to %s", e.id, from, next.State)
@@ -312,11 +313,17 @@ func (c *Core) change(ctx context.Context, e *entry, mutate func(*record)) error
 	if portable {
 		c.replicate(e)
 	}
+	if next.Policy.limited() {
+		c.limits.changed()
+	}
 	if isNew {
 		from = ""
 	}
 	if from != next.State {
-		c.cfg.Events.transition(Transition{Sandbox: e.id, From: from, To: next.State, Reason: next.Reason, At: time.Now()})
+		c.emit(e, Event{Type: EventState, From: from, To: next.State, Reason: next.Reason})
+		if next.State == StateFailed {
+			c.emit(e, Event{Type: EventFailed, Reason: next.Reason})
+		}
 	}
 	return nil
 }

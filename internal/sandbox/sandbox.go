@@ -34,6 +34,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hibernacle/hibernacle/internal/shim"
@@ -49,16 +50,16 @@ type Config struct {
 	Builder      Builder
 	TemplatesDir string // templates are kept in TemplatesDir/NAME/vN
 
-	Tier           Tier                             // replicates to a remote store; nil: there is none
-	StoreDir       string                           // folder of the store, as people are shown it
-	Build          template.Options                 // CacheDir and GuestBinary of template builds
-	Console        func(name string) string         // path of the console log of a sandbox or base machine; nil: none is kept
-	FreeBytes      func() (int64, error)            // free space where snapshots are kept; nil: not watched
-	GuestMemory    int64                            // bytes that may be promised to guests that run, 0: any
-	Reserve        int64                            // free space that is always kept, default 256 MiB
-	HibernateShare int                              // percent of the RAM of the guests that run; so much free space is kept, too, for their hibernations
-	CheckEgress    func(allow, deny []string) error // checks egress rules; nil: any will do
-	Events         Events                           // called at what happens
+	Tier           Tier                     // replicates to a remote store; nil: there is none
+	StoreDir       string                   // folder of the store, as people are shown it
+	Build          template.Options         // CacheDir and GuestBinary of template builds
+	Console        func(name string) string // path of the console log of a sandbox or base machine; nil: none is kept
+	FreeBytes      func() (int64, error)    // free space where snapshots are kept; nil: not watched
+	GuestMemory    int64                    // bytes that may be promised to guests that run, 0: any
+	Reserve        int64                    // free space that is always kept, default 256 MiB
+	HibernateShare int                      // percent of the RAM of the guests that run; so much free space is kept, too, for their hibernations
+	CheckEgress    func(Egress) error       // checks egress rules; nil: any will do
+	Events         Events                   // called at what happens
 
 	Pool         int                                            // machines that are started before they are needed
 	ParkedMemory int64                                          // bytes that parked machines may take up, 0: none is parked
@@ -113,6 +114,8 @@ type Core struct {
 	pool      *pool
 	shrinking sync.Mutex // held while parked machines are ended for room
 	compactor compactor
+	limits    limits
+	draining  atomic.Bool
 	storeTurn sync.Mutex    // held while snapshots are deleted
 	closing   chan struct{} // closed by Close
 
@@ -146,6 +149,7 @@ func New(ctx context.Context, cfg Config) (*Core, error) {
 	c.trash.kick = make(chan struct{}, 1)
 	c.pool = newPool(cfg.Pool, cfg.PoolDelay, c.log, c.startPooled, c.endPooled)
 	c.compactor.init()
+	c.limits.init()
 	err := c.checkHost(ctx)
 	if err == nil {
 		err = c.loadTemplates(ctx)
@@ -169,6 +173,7 @@ func New(ctx context.Context, cfg Config) (*Core, error) {
 	}
 	c.seedPool()
 	c.restDone.Go(c.compactAll)
+	c.restDone.Go(c.keepLimits)
 	return c, nil
 }
 
@@ -308,6 +313,9 @@ func (c *Core) awake(ctx context.Context, e *entry, by string) (VM, error) {
 	for {
 		if vm := e.ready(); vm != nil {
 			return vm, nil
+		}
+		if err := c.drained(); err != nil {
+			return nil, err
 		}
 		e.interrupt(errRequest)
 		if err := c.run(ctx, e, opStart, func(ctx context.Context, _ *operation) error { return c.wake(ctx, e, ResumeOptions{By: by}) }); err != nil {
