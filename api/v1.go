@@ -325,6 +325,11 @@ type Version struct {
 	Accel   string `json:"accel"`
 }
 
+// ResumeHeader is the header of an answer to a request that waited for its
+// sandbox to be resumed: "tier=local; ms=41" names the tier and how long the
+// resume took.
+const ResumeHeader = "Hib-Resume"
+
 // Error is the body of every answer that is no success.
 type Error struct {
 	Code    string `json:"code"`

@@ -22,12 +22,13 @@ type entry struct {
 	rev       uint64 // of rec in the catalog, 0: not there yet
 	vm        VM     // of the shim that rec.Handle names, nil if there is none or it is not connected
 	unwatch   context.CancelFunc
-	parked    *parked    // vm is parked; nil otherwise
-	op        *operation // the one whose turn it is
-	doomed    int        // deletions that wait for their turn
-	dials     int        // requests that want to connect: while there is one, no hibernation is committed
-	unsettled bool       // rec may not be what the catalog has, or its state has no operation that goes on with it
-	retrying  bool       // somebody tries to settle it
+	parked    *parked       // vm is parked; nil otherwise
+	op        *operation    // the one whose turn it is
+	doomed    int           // deletions that wait for their turn
+	dials     int           // requests that want to connect: while there is one, no hibernation is committed
+	slept     chan struct{} // closed when the guest of now no longer runs; nil: nobody asked
+	unsettled bool          // rec may not be what the catalog has, or its state has no operation that goes on with it
+	retrying  bool          // somebody tries to settle it
 	gone      bool
 }
 
@@ -120,6 +121,16 @@ func (e *entry) wanted() bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.dials > 0
+}
+
+// sleep returns what is closed when the guest that runs now no longer does.
+func (e *entry) sleep() <-chan struct{} {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.slept == nil {
+		e.slept = make(chan struct{})
+	}
+	return e.slept
 }
 
 // attach makes vm the entry's machine.
@@ -306,6 +317,10 @@ func (c *Core) change(ctx context.Context, e *entry, mutate func(*record)) error
 	portable := next.Snapshot != e.rec.Snapshot || !next.LastUsed.Equal(e.rec.LastUsed) || next.Name != e.rec.Name
 	e.mu.Lock()
 	e.rec, e.rev = next, rev
+	if e.slept != nil && next.State != StateRunning && next.State != StateHibernating {
+		close(e.slept)
+		e.slept = nil
+	}
 	e.mu.Unlock()
 	if portable {
 		c.replicate(e)
