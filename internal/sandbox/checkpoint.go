@@ -271,15 +271,13 @@ func (c *Core) commitGoOn(ctx context.Context, e *entry, sealed shim.CaptureRepo
 	if err != nil {
 		c.log.Warn("a guest does not go on behind its checkpoint yet", keySandbox, e.id, keyError, err)
 	}
-	report = report.with("commit", commitMS, "thaw", since(thawing))
+	report = report.with("commit", commitMS).with("thaw", since(thawing))
 	report.TotalMS = since(begun)
 	if before.Snapshot != nil {
 		c.trash.add(before.Snapshot.ID)
 	}
 	c.trash.add(before.dropped(&e.rec)...)
-	if err := failpoint.Hit(ctx, fpCheckpointThawed); err != nil {
-		c.log.Warn("failpoint", keySandbox, e.id, keyError, err)
-	}
+	c.hit(ctx, e, fpCheckpointThawed)
 	return report, nil
 }
 

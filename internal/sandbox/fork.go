@@ -125,7 +125,7 @@ func (c *Core) announceForks(ctx context.Context, e *entry, op *operation, o For
 			break
 		}
 		// Before anything is done for them: the host carries all, or none is begun.
-		if err := c.admit(r.ID, fmt.Sprintf("%d copies of sandbox %s", o.Count, e.id), e.rec.Shape); err != nil {
+		if err := c.admit(ctx, r.ID, fmt.Sprintf("%d copies of sandbox %s", o.Count, e.id), e.rec.Shape); err != nil {
 			return nil, err
 		}
 	}
@@ -149,7 +149,7 @@ func (rec *record) fork(from checkpoint, id, name string, standby bool) record {
 	r := record{
 		Version: recordVersion, ID: id, Name: name, Template: rec.Template, TemplateVersion: rec.TemplateVersion, Shape: rec.Shape,
 		Labels: rec.Labels, Env: rec.Env, Policy: rec.Policy,
-		AccessToken: newToken(), CreatedAt: now, LastUsed: now, ForkedFrom: rec.ID,
+		AccessToken: newToken(), TrafficToken: newToken(), CreatedAt: now, LastUsed: now, ForkedFrom: rec.ID,
 		State: StateCreating, Fresh: from.Fresh, WakeAs: guestapi.ReasonFork,
 	}
 	r.swap(from.Snapshot, from.Metadata)

@@ -20,8 +20,10 @@ type HibernateOptions struct {
 }
 
 // Hibernate takes a running sandbox to standby; one that is there already is
-// left alone. When it returns without error the snapshot is durable. ErrConflict
-// says that a request came in between and the sandbox runs on.
+// left alone. When it returns without error the snapshot is durable and the
+// sandbox is in standby by its record. Its machine is parked or released behind that: what
+// comes next to the sandbox waits for it, and the report tells of it afterwards.
+// ErrConflict says that a request came in between and the sandbox runs on.
 func (c *Core) Hibernate(ctx context.Context, id string, o HibernateOptions) (Sandbox, error) {
 	e, err := c.find(id)
 	if err != nil {
@@ -37,7 +39,7 @@ func (c *Core) Hibernate(ctx context.Context, id string, o HibernateOptions) (Sa
 		default:
 			return conflict("", "sandbox %s is %s", e.id, e.rec.State)
 		}
-		report, err := c.suspend(ctx, e, op, capturing{noPark: o.NoPark, begun: time.Now()})
+		report, err := c.suspend(ctx, e, op, capturing{noPark: o.NoPark, answers: true, begun: time.Now()})
 		if err == nil {
 			c.emit(e, Event{Type: EventHibernated, Hibernate: &report, Bytes: e.rec.Metadata.StoredBytes})
 		} else {
@@ -50,10 +52,11 @@ func (c *Core) Hibernate(ctx context.Context, id string, o HibernateOptions) (Sa
 
 // capturing says what a running sandbox is captured for.
 type capturing struct {
-	keep   *checkpoint // what the snapshot becomes beside the record's; nil: nothing
-	goOn   bool        // the guest goes on behind the commit
-	noPark bool        // do not keep the paused VMM
-	begun  time.Time
+	keep    *checkpoint // what the snapshot becomes beside the record's; nil: nothing
+	goOn    bool        // the guest goes on behind the commit
+	noPark  bool        // do not keep the paused VMM
+	answers bool        // the caller is told of the commit, and does not wait for what comes behind it
+	begun   time.Time
 }
 
 // String says what a capture did not do that failed.
@@ -86,15 +89,18 @@ func (c *Core) suspend(ctx context.Context, e *entry, op *operation, a capturing
 	sealed, err := c.capture(ctx, e)
 	if err == nil && e.tooLate(ctx, op) {
 		var report HibernateReport
-		if report, err = c.commit(ctx, e, sealed, a.noPark, a.begun); err == nil || e.rec.State != StateHibernating || e.unsettled {
+		if report, err = c.commitAs(ctx, e, op, a, sealed); err == nil || e.rec.State != StateHibernating || e.unsettled {
 			return report, err
 		}
 	}
 	cancelled := err == nil || ctx.Err() != nil
-	report, settled := c.conclude(ctx, e, cancelled)
+	settled := c.conclude(ctx, e, cancelled)
 	switch {
-	case e.rec.Snapshot != nil && e.rec.Snapshot.ID == id:
-		return report, nil // the answer was lost, not the snapshot
+	case e.rec.Snapshot != nil && e.rec.Snapshot.ID == id: // the answer was lost, not the snapshot
+		if a.goOn {
+			return none, nil
+		}
+		return *e.rec.LastHibernate, nil
 	case settled != nil:
 		return none, settled
 	case e.rec.State == StateFailed:
@@ -103,6 +109,24 @@ func (c *Core) suspend(ctx context.Context, e *entry, op *operation, a capturing
 		err = context.Cause(ctx)
 	}
 	return none, stepError(err, "sandbox %s %s and runs on", e.id, a)
+}
+
+// commitAs passes the commit point of what a sandbox was captured for, and does
+// what comes behind it. Only a change that failed is an error.
+func (c *Core) commitAs(ctx context.Context, e *entry, op *operation, a capturing, sealed shim.CaptureReport) (HibernateReport, error) {
+	if a.goOn {
+		return c.commitGoOn(ctx, e, sealed, a.begun)
+	}
+	before, err := c.commit(ctx, e, sealed, a.begun)
+	if err != nil {
+		return HibernateReport{}, err
+	}
+	if a.answers {
+		op.answer(nil)
+		c.hit(ctx, e, fpHibernateAnswered)
+	}
+	c.leave(ctx, e, a.noPark, before)
+	return *e.rec.LastHibernate, nil
 }
 
 // capture orders the snapshot that the record names as pending.
@@ -130,48 +154,48 @@ func (c *Core) capture(ctx context.Context, e *entry) (shim.CaptureReport, error
 	return report, failpoint.Hit(ctx, fpHibernateSealed)
 }
 
-// commit passes the commit point of a capture that is sealed: the machine is
-// parked or ended, or goes on. Only a change that failed is an error.
-func (c *Core) commit(ctx context.Context, e *entry, sealed shim.CaptureReport, noPark bool, begun time.Time) (HibernateReport, error) {
-	if e.rec.GoOn {
-		return c.commitGoOn(ctx, e, sealed, begun)
-	}
-	return c.commitStandby(ctx, e, sealed, noPark, begun)
-}
-
 // hibernateReport returns the report of a capture, as far as it is known.
 func hibernateReport(sealed shim.CaptureReport) HibernateReport {
-	report := HibernateReport{PauseMS: sealed.PauseMS, Phases: map[string]float64{}, Warnings: sealed.Warnings, WorkingSet: sealed.WorkingSet}
-	for name, ms := range sealed.Phases {
-		report.Phases[name] = ms
-	}
-	return report
+	return HibernateReport{PauseMS: sealed.PauseMS, Phases: sealed.Phases, Warnings: sealed.Warnings, WorkingSet: sealed.WorkingSet}
 }
 
-// commitStandby is the commit point of a hibernation.
-func (c *Core) commitStandby(ctx context.Context, e *entry, sealed shim.CaptureReport, noPark bool, begun time.Time) (HibernateReport, error) {
-	before, report := e.rec, hibernateReport(sealed)
+// commit passes the commit point of a hibernation whose snapshot is sealed, and
+// returns the record that the sandbox had before. Only a change that
+// failed is an error. The machine is to leave then.
+func (c *Core) commit(ctx context.Context, e *entry, sealed shim.CaptureReport, begun time.Time) (before record, err error) {
+	before = e.rec
+	report := hibernateReport(sealed)
 	committing := time.Now()
-	err := c.change(ctx, e, func(r *record) {
+	err = c.change(ctx, e, func(r *record) {
 		r.State = StateStandby
 		r.commit(sealed.Snapshot, sealed.Metadata)
 		r.LastUsed, r.LastHibernate = time.Now().UTC(), &report
 	})
 	if err != nil {
-		return report, err
+		return before, err
 	}
-	commitMS, totalMS := since(committing), since(begun)
-	if err := failpoint.Hit(ctx, fpHibernateCommitted); err != nil {
-		return report, nil // committed is committed; the shim is ended at the next resume
-	}
+	// What the commit took is known behind it. The next change records it.
+	done := report.with("commit", since(committing))
+	done.TotalMS = since(begun)
+	e.mu.Lock()
+	e.rec.LastHibernate = &done
+	e.mu.Unlock()
+	c.hit(ctx, e, fpHibernateCommitted)
+	return before, nil
+}
+
+// leave parks or ends the machine of a sandbox whose hibernation is committed,
+// and lets go of the snapshots that only the record before needed. What fails is put
+// off: the shim is ended at the next resume.
+func (c *Core) leave(ctx context.Context, e *entry, noPark bool, before record) {
 	leaving, step := time.Now(), "park"
 	bound, ended := e.rec.Bound, false
+	var err error
 	if noPark || !c.park(ctx, e) {
 		step, err = "release", c.end(ctx, e)
 		ended = err == nil
 	}
-	done := report.with("commit", commitMS, step, since(leaving))
-	done.TotalMS = totalMS
+	done := e.rec.LastHibernate.with(step, since(leaving))
 	if recErr := c.change(ctx, e, func(r *record) {
 		r.LastHibernate = &done
 		if ended {
@@ -188,15 +212,35 @@ func (c *Core) commitStandby(ctx context.Context, e *entry, sealed shim.CaptureR
 	}
 	c.trash.add(before.dropped(&e.rec)...)
 	c.compactor.add(e)
-	if err := failpoint.Hit(ctx, fpHibernateReleased); err != nil {
-		c.log.Warn("failpoint", keySandbox, e.id, keyError, err)
-	}
-	return done, nil
+	c.hit(ctx, e, fpHibernateReleased)
 }
 
-// with returns a copy of the report with two more phases.
-func (r HibernateReport) with(a string, aMS float64, b string, bMS float64) HibernateReport {
-	phases := map[string]float64{a: aMS, b: bMS}
+// hit is a failpoint where nothing can fail any more.
+func (c *Core) hit(ctx context.Context, e *entry, name string) {
+	if err := failpoint.Hit(ctx, name); err != nil {
+		c.log.Warn("failpoint", keySandbox, e.id, keyError, err)
+	}
+}
+
+// commitLate commits a snapshot that was found to be sealed after all. Its guest
+// goes on if that is what it was taken for and the machine is alive; else what
+// is left of the machine leaves.
+func (c *Core) commitLate(ctx context.Context, e *entry, sealed shim.CaptureReport, alive bool) error {
+	sealed = lateReport(sealed)
+	if e.rec.GoOn && alive {
+		_, err := c.commitGoOn(ctx, e, sealed, time.Now())
+		return err
+	}
+	before, err := c.commit(ctx, e, sealed, time.Now())
+	if err == nil {
+		c.leave(ctx, e, false, before)
+	}
+	return err
+}
+
+// with returns a copy of the report with one more phase.
+func (r HibernateReport) with(phase string, ms float64) HibernateReport {
+	phases := map[string]float64{phase: ms}
 	for name, ms := range r.Phases {
 		phases[name] = ms
 	}
@@ -206,10 +250,9 @@ func (r HibernateReport) with(a string, aMS float64, b string, bMS float64) Hibe
 
 // conclude ends a capture that did not come to its commit: it finds out
 // where the machine is and brings the sandbox to standby, running or failed.
-// cancelled says that a sealed guest is to go on as if nothing had been; otherwise what
-// is sealed is committed. On error the sandbox is unsettled.
-func (c *Core) conclude(ctx context.Context, e *entry, cancelled bool) (HibernateReport, error) {
-	none := HibernateReport{}
+// cancelled says that a sealed guest is to go on as if nothing had been; otherwise
+// what is sealed is committed. On error the sandbox is unsettled.
+func (c *Core) conclude(ctx context.Context, e *entry, cancelled bool) error {
 	ctx, cancel := c.short(ctx)
 	defer cancel()
 	st, err := e.vm.Status(ctx)
@@ -217,11 +260,11 @@ func (c *Core) conclude(ctx context.Context, e *entry, cancelled bool) (Hibernat
 	case ended(err):
 		return c.concludeDead(ctx, e, reasonShimEnded)
 	case err != nil:
-		return none, unavailable(err, "the machine of sandbox %s does not answer", e.id)
+		return unavailable(err, "the machine of sandbox %s does not answer", e.id)
 	case st.Phase == shim.PhaseStopped:
 		return c.concludeDead(ctx, e, exitReason(st))
 	case st.Phase == shim.PhaseSealed && st.Attempt == e.rec.Attempt && st.Captured != nil && st.Captured.Snapshot.ID == e.rec.Pending && !cancelled:
-		return c.commit(ctx, e, lateReport(*st.Captured), false, time.Now())
+		return c.commitLate(ctx, e, *st.Captured, true)
 	}
 	pending, attempt := e.rec.Pending, e.rec.Attempt
 	// Running is recorded before the guest runs: once it has run, the snapshot
@@ -231,35 +274,34 @@ func (c *Core) conclude(ctx context.Context, e *entry, cancelled bool) (Hibernat
 		r.endCapture()
 	})
 	if err != nil {
-		return none, err
+		return err
 	}
 	if err := c.thaw(ctx, e, shim.ThawRequest{Attempt: attempt}); err != nil {
-		return none, err
+		return err
 	}
 	c.trash.add(pending)
-	return none, nil
+	return nil
 }
 
 // concludeDead ends a capture whose machine is no more: it ran no further
 // than its snapshot, so that one counts if it is whole, and the sandbox sleeps.
-func (c *Core) concludeDead(ctx context.Context, e *entry, reason string) (HibernateReport, error) {
-	none := HibernateReport{}
+func (c *Core) concludeDead(ctx context.Context, e *entry, reason string) error {
 	ref, err := c.cfg.Snapshots.Find(ctx, e.rec.Pending)
 	if err == nil {
 		var meta snapshot.Metadata
 		if meta, err = c.cfg.Snapshots.Metadata(ctx, ref); err == nil {
-			return c.commitStandby(ctx, e, lateReport(shim.CaptureReport{Snapshot: ref, Metadata: meta}), false, time.Now())
+			return c.commitLate(ctx, e, shim.CaptureReport{Snapshot: ref, Metadata: meta}, false)
 		}
 	}
 	if !errors.Is(err, snapshot.ErrMissing) && !errors.Is(err, snapshot.ErrCorrupt) {
-		return none, unavailable(err, "look for the snapshot of sandbox %s", e.id)
+		return unavailable(err, "look for the snapshot of sandbox %s", e.id)
 	}
 	pending := e.rec.Pending
 	if err := c.fail(ctx, e, reason+" while it was hibernated"); err != nil {
-		return none, err
+		return err
 	}
 	c.trash.add(pending)
-	return none, nil
+	return nil
 }
 
 // lateReport marks a report whose time from the beginning nobody measured.

@@ -301,7 +301,7 @@ func (c *Core) adoptRecord(ctx context.Context, rec record) error {
 
 // enroll records a sandbox that was announced and is in standby, or takes it back.
 func (c *Core) enroll(ctx context.Context, e *entry) error {
-	done, _, err := c.begin(ctx, e, opCheck, func(ctx context.Context, _ *operation) error {
+	op, err := c.begin(ctx, e, opCheck, func(ctx context.Context, _ *operation) error {
 		err := c.recordNew(ctx, e)
 		switch {
 		case err == nil:
@@ -317,5 +317,5 @@ func (c *Core) enroll(ctx context.Context, e *entry) error {
 		c.uninsert(e)
 		return err
 	}
-	return <-done
+	return <-op.done
 }

@@ -1,6 +1,8 @@
 package sandbox
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -40,6 +42,7 @@ type record struct {
 	Env             map[string]string `json:"env,omitempty"`
 	Policy          Policy            `json:"policy"`
 	AccessToken     string            `json:"access_token"`
+	TrafficToken    string            `json:"traffic_token,omitempty"` // "" in one that an older daemon made, see trafficToken
 	CreatedAt       time.Time         `json:"created_at"`
 	ForkedFrom      string            `json:"forked_from,omitempty"` // id of the sandbox that it began as a copy of
 
@@ -60,8 +63,12 @@ type record struct {
 
 	Checkpoints []checkpoint `json:"checkpoints,omitempty"` // the oldest first
 
-	WentBack      time.Time        `json:"went_back,omitzero"` // when it was last resumed by itself from its last snapshot
-	LastUsed      time.Time        `json:"last_used,omitzero"` // when it last came to standby or to running
+	Usage         Usage            `json:"usage,omitzero"`         // until Since
+	Since         time.Time        `json:"since,omitzero"`         // when it came to be awake, asleep or in between
+	TimeoutFrom   time.Duration    `json:"timeout_from,omitempty"` // what Usage.Awake was when the policy's timeout began to count
+	Told          map[string]told  `json:"told,omitempty"`         // limit → what was told of it
+	WentBack      time.Time        `json:"went_back,omitzero"`     // when it was last resumed by itself from its last snapshot
+	LastUsed      time.Time        `json:"last_used,omitzero"`     // when it last came to standby or to running
 	LastHibernate *HibernateReport `json:"last_hibernate,omitempty"`
 	LastResume    *ResumeReport    `json:"last_resume,omitempty"`
 }
@@ -139,6 +146,17 @@ func (rec *record) roots(needed, announced map[snapshot.ID]struct{}) {
 	}
 }
 
+// trafficToken returns the token that opens the sandbox's private ports. One
+// that was made before there were such tokens has one that follows from its
+// other secret, so that it stays the same without being written.
+func (rec *record) trafficToken() string {
+	if rec.TrafficToken != "" {
+		return rec.TrafficToken
+	}
+	sum := sha256.Sum256([]byte("traffic token of sandbox " + rec.ID + " " + rec.AccessToken))
+	return hex.EncodeToString(sum[:13])
+}
+
 // snapshots returns all the snapshots that the record names.
 func (rec *record) snapshots() []snapshot.ID {
 	ids := map[snapshot.ID]struct{}{}
@@ -162,10 +180,13 @@ type Sandbox struct {
 	Policy          Policy
 	ForkedFrom      string // id of the sandbox that it began as a copy of, "" for none
 	Checkpoints     int    // how many it has
+	TrafficToken    string // opens its private ports: a secret
 	Snapshot        *Snapshot
 	LastHibernate   *HibernateReport
 	LastResume      *ResumeReport
 	Replication     *Replication // of Snapshot; nil without a remote store
+	Usage           Usage        // up to now
+	Next            *Due         // what its limits do to it next, nil: nothing
 	Parked          bool         // in standby, its paused VMM is kept
 }
 
@@ -191,7 +212,7 @@ type Snapshot struct {
 
 // HibernateReport says how a hibernation went. Phases maps a name to
 // milliseconds: those of the capture (freeze, pause, state, scan, write),
-// commit and release.
+// commit and, once that is done, park or release.
 type HibernateReport struct {
 	TotalMS  float64            `json:"total_ms"` // until the commit
 	PauseMS  float64            `json:"pause_ms"` // from the pause to the seal
@@ -215,6 +236,7 @@ type ResumeReport struct {
 	WorkingSetBytes int64              `json:"working_set_bytes,omitempty"` // of the set that the snapshot carries
 	BytesFetched    int64              `json:"bytes_fetched,omitempty"`     // from the remote store, until the report
 	Pooled          bool               `json:"pooled,omitempty"`            // the VMM was started beforehand
+	By              string             `json:"by,omitempty"`                // who woke it, see Core.Wake; "" for a creation
 	Warnings        []string           `json:"warnings,omitempty"`
 }
 
@@ -231,8 +253,10 @@ func (rec *record) view() Sandbox {
 		State: rec.State, CreatedAt: rec.CreatedAt,
 		MemoryMiB: rec.Shape.MemoryMiB, CPUs: rec.Shape.CPUs,
 		Labels: maps.Clone(rec.Labels), Env: maps.Clone(rec.Env),
-		Policy: rec.Policy, ForkedFrom: rec.ForkedFrom, Checkpoints: len(rec.Checkpoints),
+		Policy: rec.Policy, TrafficToken: rec.trafficToken(), ForkedFrom: rec.ForkedFrom, Checkpoints: len(rec.Checkpoints),
 	}
+	now := time.Now()
+	s.Usage, s.Next = rec.usedAt(now), rec.next(now)
 	if rec.State == StateFailed {
 		s.Reason = rec.Reason
 	}

@@ -160,7 +160,7 @@ func (c *Core) recoverSandbox(ctx context.Context, e *entry) error {
 func (c *Core) recoverState(ctx context.Context, e *entry) error {
 	switch e.rec.State {
 	case StateCreating, StateDeleting:
-		return c.remove(ctx, e)
+		return c.remove(ctx, e, "it was not created")
 	case StateStandby:
 		return c.recoverStandby(ctx, e)
 	case StateFailed:
@@ -258,11 +258,10 @@ func (c *Core) recoverHibernating(ctx context.Context, e *entry) error {
 		return err
 	}
 	if dead {
-		_, err := c.concludeDead(short, e, reasonShimEnded)
-		return err
+		return c.concludeDead(short, e, reasonShimEnded)
 	}
 	vm := e.vm
-	if _, err := c.conclude(ctx, e, false); err != nil {
+	if err := c.conclude(ctx, e, false); err != nil {
 		return err
 	}
 	if e.rec.State == StateRunning {

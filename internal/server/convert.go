@@ -45,6 +45,9 @@ func toSandbox(s sandbox.Sandbox) api.Sandbox {
 	if r := s.Replication; r != nil {
 		out.Replication = &api.Replication{State: r.State, Error: r.Error, SentBytes: r.SentBytes}
 	}
+	if n := s.Next; n != nil {
+		out.Next = &api.Next{Limit: n.Limit, Action: string(n.Action), At: n.At}
+	}
 	if s.Snapshot != nil {
 		snap := toSnapshot(*s.Snapshot)
 		out.Snapshot = &snap

@@ -132,6 +132,7 @@ func TestAnswersAreAsDescribed(t *testing.T) {
 		{"POST", "/v1/templates/{name}/create-from", "", `{"sandbox":"none"}`, 404},
 		{"DELETE", "/v1/sandboxes/{id}/checkpoints/{checkpoint}", "", "", 204},
 		{"DELETE", "/v1/sandboxes/{id}/checkpoints/{checkpoint}", "", "", 404},
+		{"PATCH", "/v1/sandboxes/{id}", "", `{"policy":{"ttl":{"after":"30d"},"expires":{"at":"2040-01-01T00:00:00Z"},"timeout":{"after":"1h"},"checkpoints":{"every":"1h","keep":2},"hooks":[{"name":"a","event":"post-resume","command":["true"]}]},"labels":{"k":null}}`, 200},
 		{"GET", "/v1/sandboxes/{id}/logs", "", "", 200},
 		{"POST", "/v1/sandboxes/{id}/exec", "", `{"cmd":["true"]}`, 200},
 		{"POST", "/v1/sandboxes/{id}/exec", "", `{}`, 400},
@@ -146,6 +147,9 @@ func TestAnswersAreAsDescribed(t *testing.T) {
 		{"DELETE", "/v1/templates/{name}", "", "", 204},
 		{"GET", "/v1/templates/{name}", "", "", 404},
 		{"GET", "/v1/store/status", "", "", 200},
+		{"POST", "/v1/drain", "", "", 200},
+		{"POST", "/v1/drain", "", `{"undo":true}`, 200},
+		{"PATCH", "/v1/sandboxes/{id}", "", `{"policy":{}}`, 404},
 		{"POST", "/v1/store/verify", "", "", 200},
 		{"POST", "/v1/store/verify", "", `{"remote":true}`, 200},
 		{"POST", "/v1/store/verify", "", `{"remote":1}`, 400},
@@ -195,7 +199,7 @@ func TestRequestsAreAsDescribed(t *testing.T) {
 		"Collected": api.Collected{}, "CollectedTier": api.CollectedTier{}, "ImportRequest": api.ImportRequest{}, "Imported": api.Imported{},
 		"Checkpoint": api.Checkpoint{}, "CheckpointRequest": api.CheckpointRequest{}, "RestoreRequest": api.RestoreRequest{}, "Restored": api.Restored{},
 		"ForkRequest": api.ForkRequest{}, "TemplateFromRequest": api.TemplateFromRequest{},
-		"EvictRequest": api.EvictRequest{}, "Evicted": api.Evicted{}, "Host": api.Host{},
+		"EvictRequest": api.EvictRequest{}, "DrainRequest": api.DrainRequest{}, "Drained": api.Drained{}, "Next": api.Next{}, "Evicted": api.Evicted{}, "Host": api.Host{},
 	} {
 		described := map[string]bool{}
 		for field := range doc.Components.Schemas[name].Value.Properties {
