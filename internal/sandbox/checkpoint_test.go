@@ -449,3 +449,73 @@ func TestScheduledCheckpoints(t *testing.T) {
 		t.Errorf("%v, before %v, %v", h.names(s.ID), last, err)
 	}
 }
+
+// TestCheckpointsAreImported with the sandbox, and so are forks that never woke;
+// what happens to them goes on behind the attempts of all.
+func TestCheckpointsAreImported(t *testing.T) {
+	lost := newReplicatedHost(t)
+	s := lost.create(sandbox.CreateOptions{Name: "anna"})
+	lost.ask(s.ID, "set one")
+	lost.checkpoint(s.ID, "one")
+	for range 3 {
+		lost.ask(s.ID, "set two")
+		lost.hibernate(s.ID)
+	}
+	lost.checkpoint(s.ID, "two")
+	lost.restore(s.ID, "one")
+	fork := lost.fork(s.ID, sandbox.ForkOptions{Standby: true, Name: "copy"})[0]
+
+	h := newEmptyHost(t, lost.remote)
+	if out := h.imports(false); len(out.Sandboxes) != 2 || len(out.Skipped) != 0 {
+		t.Fatalf("imported %+v", out)
+	}
+	if got := h.names(s.ID); !slices.Equal(got, []string{"one user", "two user"}) {
+		t.Errorf("its checkpoints are %v", got)
+	}
+	if got := h.ask("copy", "get"); got != "one" || h.w.Reason(fork.ID) != "fork" {
+		t.Errorf("the copy has %q, woken for %q", got, h.w.Reason(fork.ID))
+	}
+	if got := h.ask(s.ID, "get"); got != "one" || h.w.Reason(s.ID) != "restore" {
+		t.Errorf("it has %q, woken for %q", got, h.w.Reason(s.ID))
+	}
+	h.ask(s.ID, "set three")
+	h.hibernate(s.ID)
+	h.restore(s.ID, "two")
+	if got := h.ask(s.ID, "get"); got != "two" {
+		t.Errorf("it has %q", got)
+	}
+	h.hibernate(s.ID)
+	checkAll(h)
+}
+
+// TestRecordsOfBefore are read: of a sandbox without checkpoints, and of a
+// template that no sandbox was made into.
+func TestRecordsOfBefore(t *testing.T) {
+	h := newHost(t)
+	s := h.create(sandbox.CreateOptions{Name: "anna"})
+	h.ask(s.ID, "set old")
+	h.hibernate(s.ID)
+	h.crash(func() {
+		for _, kind := range []string{"template", "sandbox"} {
+			list, err := h.w.Catalog.List(t.Context(), kind)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, rec := range list {
+				old := strings.Replace(string(rec.Value), `"version":2`, `"version":1`, 1)
+				if _, err := h.w.Catalog.Put(t.Context(), kind, rec.Key, []byte(old), rec.Revision); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+	})
+	if got := h.ask(s.ID, "get"); got != "old" {
+		t.Errorf("it has %q", got)
+	}
+	h.checkpoint(s.ID, "new")
+	h.crash()
+	if got := h.names(s.ID); len(got) != 1 {
+		t.Errorf("its checkpoints are %v", got)
+	}
+	checkAll(h)
+}

@@ -84,6 +84,33 @@ func TestGoldenRecord(t *testing.T) {
 	}
 }
 
+// TestGoldenRecordWithCheckpoints is of version 2, which an older release refuses:
+// it would let go of what the checkpoints need.
+func TestGoldenRecordWithCheckpoints(t *testing.T) {
+	_, one := goldenRecord()
+	other := snapshot.Ref{ID: "01k2m3n4p5q6r7s8t9v0w1x2y4", Manifest: goldenHash}
+	rep := Replica{Sandbox: one.Sandbox, Snapshot: one.Snapshot, Checkpoints: []snapshot.Ref{one.Snapshot, other}, Record: one.Record,
+		Template: Template{Name: one.Template.Name, Version: one.Template.Version, Record: one.Template.Record, Bases: one.Template.Bases}}
+	key, err := recordKey(rep)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := newRecord(rep)
+	if want.Version != 2 || one.Version != 1 {
+		t.Errorf("with checkpoints it has version %d, without %d", want.Version, one.Version)
+	}
+	want.Node, want.WrittenAt, want.LastUsed, want.Template.List = one.Node, one.WrittenAt, one.LastUsed, one.Template.List
+	b := golden(t, "record-v2", func() []byte { return encoded(t, mustJSON(t, want)) })
+	content, err := decode(file(b), key, maxRecord)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := parseRecord(key, content)
+	if err != nil || !reflect.DeepEqual(got, want) {
+		t.Errorf("the record is %+v, %v", got, err)
+	}
+}
+
 func TestGoldenList(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "debian")
 	newTemplate(t, dir)
@@ -138,7 +165,8 @@ func TestEncoding(t *testing.T) {
 func TestRecordsThatAreRefused(t *testing.T) {
 	key, good := goldenRecord()
 	for name, change := range map[string]func(r *record){
-		"newer":         func(r *record) { r.Version = 2 },
+		"newer":         func(r *record) { r.Version = 3 },
+		"checkpoint":    func(r *record) { r.Checkpoints = []snapshot.Ref{{ID: "../x", Manifest: goldenHash}} },
 		"sandbox":       func(r *record) { r.Sandbox = "s2" },
 		"snapshot":      func(r *record) { r.Snapshot.ID = snapshot.NewID() },
 		"manifest":      func(r *record) { r.Snapshot.Manifest = "x" },
