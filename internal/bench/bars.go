@@ -28,6 +28,8 @@ const (
 	factPacks       = "cycles.packs"
 	factStored      = "cycles.stored"
 	factLive        = "cycles.live"
+	factForkReady   = "fork.ready"
+	factForkGrown   = "fork.grown"
 	factScale       = "scale.sandboxes"
 	factDisk        = "scale.disk_per_sandbox"
 	factRSS         = "scale.daemon_rss"
@@ -114,6 +116,14 @@ var allBars = []barOf{
 		return measured{fmt.Sprintf("%.2f × (p50 %.0f and %.0f ms)", late/early, late, early), late <= 1.2*early}, ok
 	}},
 	{ScenarioBurst, "resumes at once, local", "all succeed", func(f figures) (measured, bool) { return f.burst() }},
+	{ScenarioFork, "8 copies at once of a sandbox with 200 MB of state, until all run", "≤ 4 s", func(f figures) (measured, bool) {
+		ms, ok := f.fact(factForkReady, "")
+		return measured{fmt.Sprintf("%.2f s", ms/1000), ms <= 4000}, ok
+	}},
+	{ScenarioFork, "what the store grows by with these copies", "< 20 MB", func(f figures) (measured, bool) {
+		grown, ok := f.fact(factForkGrown, "")
+		return measured{fmt.Sprintf("%.1f MB", grown/1e6), grown < 20e6}, ok
+	}},
 	{ScenarioScale, "daemon's memory with all in standby", "≤ 200 MB", atMost(factRSS, 1e6, 200, "%.0f MB")},
 	{ScenarioScale, "hib ls with all in standby", "≤ 200 ms", atMost(factList, 1, 200, "%.0f ms")},
 	{ScenarioScale, "daemon's start with all in standby", "≤ 2 s", atMost(factStart, 1000, 2, "%.2f s")},

@@ -53,6 +53,7 @@ func sampleResult() Result {
 			{Name: factEarly, Value: 200}, {Name: factLate, Value: 220},
 			{Name: factScale, Value: 1000}, {Name: factRSS, Value: 150e6}, {Name: factList, Value: 100}, {Name: factStart, Value: 900},
 			{Name: factCPUEmpty, Value: 5}, {Name: factCPUFull, Value: 12}, {Name: factDisk, Value: 3e6},
+			{Name: factForkReady, Value: 3200}, {Name: factForkGrown, Value: 12e6},
 		},
 	}
 }
@@ -95,6 +96,8 @@ func TestBars(t *testing.T) {
 		{"bytes fetched", func(res *Result) { res.Rows[7].BytesFetched = 16e6 }, "1.60 × (16.0 of 10.0 MB)"},
 		{"hibernate request", value(factShare, workloadGit, 1.01), "git at 512 MiB is the worst"},
 		{"pages read on demand", value(factDemand, workloadPython50, 60), "0.060 × (60 and 1000 pages)"},
+		{"8 copies at once of a sandbox with 200 MB of state, until all run", value(factForkReady, "", 4100), "4.10 s"},
+		{"what the store grows by with these copies", value(factForkGrown, "", 20e6), "20.0 MB"},
 		{"changed pages against what the remote store takes, git", value(factRemoteBytes, workloadGit, 13e6), "2.31 ×"},
 		{"packs after", value(factPacks, "", 33), "33 after 300"},
 		{"stored bytes", value(factStored, "", 201), "2.01 ×"},

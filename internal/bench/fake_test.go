@@ -91,6 +91,31 @@ func (d *fakeDaemon) Create(_ context.Context, req api.CreateRequest) (api.Sandb
 	return b.Sandbox, nil
 }
 
+// Fork makes copies one after the other.
+func (d *fakeDaemon) Fork(ctx context.Context, id string, req api.ForkRequest) (copies []api.Sandbox, err error) {
+	b, err := d.box(id)
+	if err != nil {
+		return nil, err
+	}
+	for range req.Count {
+		take(costPooled)
+		d.mu.Lock()
+		d.resumes++
+		if d.failResume != nil {
+			if err := d.failResume(d.resumes); err != nil {
+				d.mu.Unlock()
+				return copies, err
+			}
+		}
+		d.made++
+		c := &fakeBox{Sandbox: api.Sandbox{ID: fmt.Sprintf("box%d", d.made), State: api.StateRunning, MemoryMiB: b.MemoryMiB}}
+		d.boxes[c.ID] = c
+		copies = append(copies, c.Sandbox)
+		d.mu.Unlock()
+	}
+	return copies, nil
+}
+
 func (d *fakeDaemon) Get(_ context.Context, id string) (api.Sandbox, error) {
 	b, err := d.box(id)
 	if err != nil {
@@ -260,7 +285,7 @@ func (d *fakeDaemon) Host(context.Context) (api.Host, error) {
 func (d *fakeDaemon) StoreStatus(context.Context) (api.StoreStatus, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	s := api.StoreStatus{PackBytes: 3e6 * int64(len(d.boxes))}
+	s := api.StoreStatus{PackBytes: 2e6 * int64(len(d.boxes))}
 	if d.remote {
 		s.Tiers = append(s.Tiers, api.TierStatus{Tier: "remote"})
 	}

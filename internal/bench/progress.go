@@ -62,6 +62,8 @@ func (o Options) weight(scenario string) float64 {
 		for _, burst := range o.Burst {
 			seconds += float64(burst) * (2 + 2*float64(o.burstRounds(burst)))
 		}
+	case ScenarioFork:
+		seconds = 20 + 12*min(n, forkRounds)
 	case ScenarioCompression:
 		seconds = 60
 	case ScenarioCycles:
