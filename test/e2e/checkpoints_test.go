@@ -19,6 +19,13 @@ import (
 func TestCheckpointsKeepMemory(t *testing.T) {
 	d := hibtest.Start(t)
 	id := d.Create("--memory", "512", "--idle-timeout", "never")
+	t.Cleanup(func() {
+		if t.Failed() {
+			out, stderr, _ := d.Try("inspect", id)
+			logs, _, _ := d.Try("logs", id)
+			t.Logf("%s%s\n%s", out, stderr, logs[max(0, len(logs)-2000):])
+		}
+	})
 	srv := d.StartServer(id, 64, 8000)
 	d.Hib("exec", "-d", id, "--", "bash", "-c", "while sleep 0.05; do date +%s%N >> ticks; head -c 4096 /dev/urandom > noise; done")
 	first := srv.Get("/sum")
