@@ -16,7 +16,7 @@ type entry struct {
 	turn chan struct{} // holds a token while an operation has its turn
 
 	// What mu guards is written only by the operation whose turn it is, but for
-	// op.late, doomed and dials.
+	// op.late, doomed, dials, leases, sessions and idle.
 	mu        sync.Mutex
 	rec       record
 	rev       uint64 // of rec in the catalog, 0: not there yet
@@ -26,8 +26,11 @@ type entry struct {
 	op        *operation // the one whose turn it is
 	doomed    int        // deletions that wait for their turn
 	dials     int        // requests that want to connect: while there is one, no hibernation is committed
-	unsettled bool       // rec may not be what the catalog has, or its state has no operation that goes on with it
-	retrying  bool       // somebody tries to settle it
+	leases    map[*Lease]struct{}
+	sessions  int
+	idle      idleWatch
+	unsettled bool // rec may not be what the catalog has, or its state has no operation that goes on with it
+	retrying  bool // somebody tries to settle it
 	gone      bool
 }
 
@@ -46,6 +49,8 @@ type operation struct {
 	kind   opKind
 	cancel context.CancelCauseFunc
 	late   bool // behind the point up to which it may be cancelled
+
+	spontaneous bool // a hibernation that nobody asked for: a lease cancels it
 }
 
 func newEntry(rec record, rev uint64) *entry {
@@ -57,6 +62,8 @@ func (e *entry) view() Sandbox {
 	defer e.mu.Unlock()
 	s := e.rec.view()
 	s.Parked = e.parked != nil
+	s.Leases = e.heldNow(time.Now())
+	s.Leases = s.Leases[:min(len(s.Leases), maxLeasesSeen)]
 	return s
 }
 
@@ -233,6 +240,7 @@ func (c *Core) finish(e *entry, op *operation) {
 	}
 	e.mu.Unlock()
 	c.settleClaim(e)
+	c.watchIdle(e)
 	<-e.turn
 	if retry {
 		go c.retry(e)

@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"time"
@@ -14,43 +15,95 @@ import (
 // for the answer to a capture.
 const captureGrace = 10 * time.Second
 
+// Trigger says why a sandbox hibernated.
+type Trigger string
+
+// The triggers.
+const (
+	TriggerCall    Trigger = "call"    // somebody asked for it
+	TriggerIdle    Trigger = "idle"    // nothing used it any more
+	TriggerSession Trigger = "session" // its last interactive session ended
+	TriggerTimeout Trigger = "timeout" // its running time is used up
+	TriggerDrain   Trigger = "drain"   // everything hibernates
+)
+
+// spontaneous reports whether what nobody asked for gives way to leases.
+func (t Trigger) spontaneous() bool { return t == TriggerIdle || t == TriggerSession }
+
 // HibernateOptions says how to hibernate. The zero value is the usual way.
 type HibernateOptions struct {
-	NoPark bool // do not keep the paused VMM
+	NoPark  bool    // do not keep the paused VMM
+	Trigger Trigger // "": TriggerCall
+
+	// confirm is asked, at the sandbox's turn, whether it is to hibernate still, and
+	// since when that could have been known. nil: yes, since just now.
+	confirm  func(context.Context) (known time.Time, ok bool)
+	repeated bool // it failed before, and nobody wants to hear that again
 }
 
 // Hibernate takes a running sandbox to standby; one that is there already is
 // left alone. When it returns without error the snapshot is durable. ErrConflict
-// says that a request came in between and the sandbox runs on.
+// says that a request came in between and the sandbox runs on. Leases do not
+// keep it from that: the report's warnings name them.
 func (c *Core) Hibernate(ctx context.Context, id string, o HibernateOptions) (Sandbox, error) {
 	e, err := c.find(id)
 	if err != nil {
 		return Sandbox{}, err
 	}
-	err = c.run(ctx, e, opHibernate, func(ctx context.Context, op *operation) error {
-		switch e.rec.State {
-		case StateStandby:
+	err = c.hibernateEntry(ctx, e, o)
+	return c.view(e), err
+}
+
+func (c *Core) hibernateEntry(ctx context.Context, e *entry, o HibernateOptions) error {
+	o.Trigger = cmp.Or(o.Trigger, TriggerCall)
+	return c.run(ctx, e, opHibernate, func(ctx context.Context, op *operation) error {
+		e.mu.Lock()
+		op.spontaneous = o.Trigger.spontaneous()
+		e.mu.Unlock()
+		switch {
+		case e.rec.State == StateStandby:
 			return nil
-		case StateRunning:
-		case StateFailed:
+		case e.rec.State == StateRunning:
+		case o.Trigger.spontaneous():
+			return nil
+		case e.rec.State == StateFailed:
 			return failedError(&e.rec)
 		default:
 			return conflict("", "sandbox %s is %s", e.id, e.rec.State)
 		}
-		begun := time.Now()
-		err := c.hibernate(ctx, e, op, o, begun)
+		begin := beginning{at: time.Now()}
+		if o.confirm != nil {
+			known, ok := o.confirm(ctx)
+			if !ok {
+				return nil
+			}
+			begin = beginning{at: time.Now(), known: known}
+		}
+		e.mu.Lock()
+		begin.held = e.heldNow(begin.at)
+		e.mu.Unlock()
+		if o.Trigger == TriggerIdle && !o.repeated {
+			c.emit(e, Event{Type: EventIdle})
+		}
+		err := c.hibernate(ctx, e, op, o, begin)
 		if err == nil {
 			c.emit(e, Event{Type: EventHibernated, Hibernate: e.rec.LastHibernate, Bytes: e.rec.Metadata.StoredBytes})
-		} else {
+		} else if !o.repeated {
 			c.emit(e, Event{Type: EventCancelled, Reason: err.Error()})
 		}
 		return err
 	})
-	return c.view(e), err
+}
+
+// beginning is what is known when a hibernation begins.
+type beginning struct {
+	at    time.Time
+	known time.Time // since when its reason could have been known; zero: just then
+	held  []Lease   // that it goes ahead regardless of
 }
 
 // hibernate takes and commits a snapshot of a running sandbox, or leaves it running.
-func (c *Core) hibernate(ctx context.Context, e *entry, op *operation, o HibernateOptions, begun time.Time) error {
+func (c *Core) hibernate(ctx context.Context, e *entry, op *operation, o HibernateOptions, begun beginning) error {
 	if e.wanted() {
 		return stepError(errRequest, "sandbox %s did not hibernate and runs on", e.id)
 	}
@@ -114,9 +167,13 @@ func (c *Core) capture(ctx context.Context, e *entry) (shim.CaptureReport, error
 
 // commit passes the commit point of a hibernation whose snapshot is sealed,
 // and parks or ends the machine. Only a change that failed is an error.
-func (c *Core) commit(ctx context.Context, e *entry, o HibernateOptions, sealed shim.CaptureReport, begun time.Time) error {
+func (c *Core) commit(ctx context.Context, e *entry, o HibernateOptions, sealed shim.CaptureReport, begun beginning) error {
 	parent := e.rec.Snapshot
-	report := HibernateReport{PauseMS: sealed.PauseMS, Phases: map[string]float64{}, Warnings: sealed.Warnings, WorkingSet: sealed.WorkingSet}
+	report := HibernateReport{Trigger: o.Trigger, PauseMS: sealed.PauseMS, Phases: map[string]float64{}, WorkingSet: sealed.WorkingSet,
+		Warnings: append(leaseWarnings(begun.held), sealed.Warnings...)}
+	if !begun.known.IsZero() {
+		report.Phases["detect"] = ms(max(0, begun.at.Sub(begun.known)))
+	}
 	for name, ms := range sealed.Phases {
 		report.Phases[name] = ms
 	}
@@ -129,7 +186,7 @@ func (c *Core) commit(ctx context.Context, e *entry, o HibernateOptions, sealed 
 	if err != nil {
 		return err
 	}
-	commitMS, totalMS := since(committing), since(begun)
+	commitMS, totalMS := since(committing), since(begun.at)
 	if err := failpoint.Hit(ctx, fpHibernateCommitted); err != nil {
 		return nil // committed is committed; the shim is ended at the next resume
 	}
@@ -188,7 +245,7 @@ func (c *Core) conclude(ctx context.Context, e *entry, cancelled bool) error {
 	case st.Phase == shim.PhaseStopped:
 		return c.concludeDead(ctx, e, exitReason(st))
 	case st.Phase == shim.PhaseSealed && st.Attempt == e.rec.Attempt && st.Captured != nil && st.Captured.Snapshot.ID == e.rec.Pending && !cancelled:
-		return c.commit(ctx, e, HibernateOptions{}, lateReport(*st.Captured), time.Now())
+		return c.commit(ctx, e, HibernateOptions{}, lateReport(*st.Captured), beginning{at: time.Now()})
 	}
 	pending, attempt := e.rec.Pending, e.rec.Attempt
 	// Running is recorded before the guest runs: once it has run, the snapshot
@@ -210,7 +267,7 @@ func (c *Core) concludeDead(ctx context.Context, e *entry, reason string) error 
 	if err == nil {
 		var meta snapshot.Metadata
 		if meta, err = c.cfg.Snapshots.Metadata(ctx, ref); err == nil {
-			return c.commit(ctx, e, HibernateOptions{}, lateReport(shim.CaptureReport{Snapshot: ref, Metadata: meta}), time.Now())
+			return c.commit(ctx, e, HibernateOptions{}, lateReport(shim.CaptureReport{Snapshot: ref, Metadata: meta}), beginning{at: time.Now()})
 		}
 	}
 	if !errors.Is(err, snapshot.ErrMissing) && !errors.Is(err, snapshot.ErrCorrupt) {

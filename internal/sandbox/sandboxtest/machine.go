@@ -24,6 +24,9 @@ type machine struct {
 	sandbox string // whose it is, once it was adopted
 	dead    chan struct{}
 	conns   []net.Conn
+	open    map[*conn]struct{} // of those that came by Dial and were not closed
+	last    time.Time          // of its traffic
+	began   time.Time          // when it last began to run
 
 	phase    shim.Phase
 	adopted  bool
@@ -68,6 +71,7 @@ func (m *machine) hangUp() {
 		c.Close()
 	}
 	m.conns = nil
+	clear(m.open)
 }
 
 func (m *machine) enter(p shim.Phase) {
@@ -104,6 +108,9 @@ func (m *machine) run() {
 			m.w.violate("sandbox %s runs in %s and is %s in %s", m.sandbox, m.handle.VM, other.phase, other.handle.VM)
 		}
 	}
+	if m.phase != shim.PhaseCapturing && m.phase != shim.PhaseSealed { // else it goes on
+		m.last, m.began = time.Now(), time.Now()
+	}
 	m.enter(shim.PhaseRunning)
 }
 
@@ -115,7 +122,7 @@ func (l launcher) Launch(ctx context.Context, spec sandbox.LaunchSpec) (sandbox.
 	err := l.d.step(ctx, "launch", spec.VM, func() error {
 		w := l.d.w
 		w.pid++
-		m = &machine{w: w, daemon: l.d, dead: make(chan struct{}), phase: shim.PhaseIdle, refused: map[uint64]bool{},
+		m = &machine{w: w, daemon: l.d, dead: make(chan struct{}), phase: shim.PhaseIdle, refused: map[uint64]bool{}, open: map[*conn]struct{}{},
 			handle: shim.Handle{VM: spec.VM, Socket: "/" + spec.VM, PID: w.pid, StartTime: uint64(w.pid), BootID: w.bootID, Protocol: shim.ProtocolVersion}}
 		if w.machines[spec.VM] != nil {
 			w.violate("two machines are named %s", spec.VM)
@@ -509,9 +516,11 @@ func (v *vm) Dial(ctx context.Context, port int) (net.Conn, error) {
 		if v.m.phase == shim.PhaseRunning {
 			host, guest := net.Pipe()
 			v.m.conns = append(v.m.conns, host, guest)
+			c := &conn{Conn: host, m: v.m, last: time.Now()}
+			v.m.open[c], v.m.last = struct{}{}, c.last
 			go v.m.serve(guest)
 			v.m.w.mu.Unlock()
-			return host, nil
+			return c, nil
 		}
 		v.m.w.mu.Unlock()
 		select {
