@@ -101,21 +101,32 @@ func (c *Core) activityRequest(p Policy, quiet time.Duration) shim.ActivityReque
 func (c *Core) watchIdle(e *entry) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if !c.idles(e) {
+	w := &e.idle
+	switch {
+	case !e.runs():
 		e.stopIdle()
+		w.run = 0
 		return
-	}
-	if w := &e.idle; w.run != e.rec.Generation {
+	case w.run != e.rec.Generation:
 		e.stopIdle()
 		now := time.Now()
 		*w = idleWatch{run: e.rec.Generation, since: now, busy: now, looking: w.looking}
 	}
-	c.setIdle(e, time.Now())
+	if c.idles(e) {
+		c.setIdle(e, time.Now())
+	} else {
+		e.stopIdle()
+	}
+}
+
+// runs reports whether the sandbox runs in a machine that is known; e.mu is held.
+func (e *entry) runs() bool {
+	return e.rec.State == StateRunning && e.vm != nil && !e.unsettled && !e.gone
 }
 
 // idles reports whether the sandbox runs and may hibernate by itself; e.mu is held.
 func (c *Core) idles(e *entry) bool {
-	return !c.cfg.NoIdle && e.rec.State == StateRunning && e.vm != nil && !e.unsettled && !e.gone && e.rec.Policy.IdleTimeout > 0
+	return !c.cfg.NoIdle && e.runs() && e.rec.Policy.IdleTimeout > 0
 }
 
 // stopIdle stops the timer; e.mu is held.
@@ -124,7 +135,6 @@ func (e *entry) stopIdle() {
 		e.idle.timer.Stop()
 		e.idle.timer = nil
 	}
-	e.idle.run = 0
 }
 
 // setIdle sets the timer for at, or for later if it cannot be idle by then.

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -533,7 +534,8 @@ func (v *vm) Dial(ctx context.Context, port int) (net.Conn, error) {
 	}
 }
 
-// serve answers the lines "get" and "set WORD" with the memory.
+// serve answers the lines "get", "set WORD" and "count", which makes the memory
+// the next number, with the memory.
 func (m *machine) serve(conn net.Conn) {
 	defer conn.Close()
 	lines := bufio.NewScanner(conn)
@@ -559,6 +561,9 @@ func (m *machine) answer(line string) (string, bool) {
 		if m.phase == shim.PhaseRunning {
 			if word, ok := strings.CutPrefix(line, "set "); ok {
 				m.memory = word
+			} else if line == "count" {
+				n, _ := strconv.Atoi(m.memory) // at first it is no number
+				m.memory = strconv.Itoa(n + 1)
 			}
 			memory := m.memory
 			m.w.mu.Unlock()
@@ -571,7 +576,7 @@ func (m *machine) answer(line string) (string, bool) {
 }
 
 // Ask connects to a sandbox, sends one line and returns the answer, which is
-// the guest's memory: "get", or "set WORD".
+// the guest's memory: "get", "set WORD" or "count".
 func Ask(ctx context.Context, c *sandbox.Core, id, line string) (string, error) {
 	conn, err := c.Dial(ctx, id, 80)
 	if err != nil {
