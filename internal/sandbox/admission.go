@@ -162,6 +162,7 @@ type Host struct {
 	DiskReserve    int64 // of these, kept for guests that run to hibernate
 	Parked         int   // machines of sandboxes in standby that are kept
 	ParkedBytes    int64 // of memory that they take up; it is given back when guests need it, and so is the pool's
+	Draining       bool  // nothing starts
 	PoolBytes      int64 // of memory that machines take up that were started beforehand
 }
 
@@ -171,7 +172,7 @@ func (c *Core) Host(context.Context) (Host, error) {
 	memory, ram := c.admission.promised()
 	guests := len(c.admission.claims)
 	c.admission.mu.Unlock()
-	h := Host{CPUs: runtime.NumCPU(), MemoryLimit: c.cfg.GuestMemory, MemoryPromised: memory, Guests: guests, DiskReserve: c.diskReserve(ram)}
+	h := Host{CPUs: runtime.NumCPU(), MemoryLimit: c.cfg.GuestMemory, MemoryPromised: memory, Guests: guests, DiskReserve: c.diskReserve(ram), Draining: c.draining.Load()}
 	parked, bytes := c.parkedMachines()
 	h.Parked, h.ParkedBytes, h.PoolBytes = len(parked), bytes, c.pool.bytes()
 	if c.cfg.FreeBytes != nil {

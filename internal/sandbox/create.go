@@ -54,6 +54,9 @@ func (c *Core) Create(ctx context.Context, o CreateOptions) (Sandbox, error) {
 	if o.Template == "" {
 		o.Template = DefaultTemplate
 	}
+	if err := c.drained(); err != nil {
+		return Sandbox{}, err
+	}
 	policy := DefaultPolicy()
 	if o.Policy != nil {
 		policy = *o.Policy
@@ -147,7 +150,7 @@ func (c *Core) establish(ctx context.Context, e *entry, boot bool) error {
 	if why := c.memoryFailure(ctx, e); why != "" {
 		err = fmt.Errorf("%s (%w)", why, err)
 	}
-	if undo := c.remove(ctx, e); undo != nil {
+	if undo := c.remove(ctx, e, "it was not created"); undo != nil {
 		c.log.Warn("taking back a creation is put off", keySandbox, e.id, keyError, undo)
 	}
 	return stepError(err, "sandbox %s was not created", e.id)

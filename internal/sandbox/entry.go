@@ -280,6 +280,7 @@ func (c *Core) retry(e *entry) {
 func (c *Core) change(ctx context.Context, e *entry, mutate func(*record)) error {
 	next := e.rec
 	mutate(&next)
+	next.moved(e.rec, time.Now().UTC())
 	from := e.rec.State
 	if !allowed(from, next.State) {
 		return conflict("", "sandbox %s cannot go from %s to %s", e.id, from, next.State)
@@ -304,6 +305,9 @@ func (c *Core) change(ctx context.Context, e *entry, mutate func(*record)) error
 	e.mu.Unlock()
 	if portable {
 		c.replicate(e)
+	}
+	if next.Policy.limited() {
+		c.limits.changed()
 	}
 	if isNew {
 		from = ""

@@ -23,8 +23,8 @@ const bound = 2 * time.Second
 // idling has sandboxes hibernate by themselves.
 func idling(c *sandbox.Config) { c.NoIdle = false }
 
-// withPolicy returns options for a sandbox with the default policy, changed.
-func withPolicy(change func(*sandbox.Policy)) sandbox.CreateOptions {
+// changed returns options for a sandbox with the default policy, changed.
+func changed(change func(*sandbox.Policy)) sandbox.CreateOptions {
 	p := sandbox.DefaultPolicy()
 	change(&p)
 	return sandbox.CreateOptions{Policy: &p}
@@ -55,7 +55,7 @@ func TestIdleSandboxHibernates(t *testing.T) {
 	for name, timeout := range map[string]time.Duration{"default": idleTimeout, "shortest": time.Second, "long": 3 * time.Hour} {
 		t.Run(name, func(t *testing.T) {
 			bubble(t, func(t *testing.T, h *host) {
-				id := h.create(withPolicy(func(p *sandbox.Policy) { p.IdleTimeout = timeout })).ID
+				id := h.create(changed(func(p *sandbox.Policy) { p.IdleTimeout = timeout })).ID
 				h.wantState(h.after(timeout-50*time.Millisecond, id), sandbox.StateRunning, "before the timeout")
 				s := h.after(bound, id)
 				h.wantState(s, sandbox.StateStandby, "after the timeout and what it may be late")
@@ -74,7 +74,7 @@ func TestIdleSandboxHibernates(t *testing.T) {
 
 func TestIdleNever(t *testing.T) {
 	bubble(t, func(t *testing.T, h *host) {
-		id := h.create(withPolicy(func(p *sandbox.Policy) { p.IdleTimeout = 0 })).ID
+		id := h.create(changed(func(p *sandbox.Policy) { p.IdleTimeout = 0 })).ID
 		h.wantState(h.after(24*time.Hour, id), sandbox.StateRunning, "a sandbox that never idles")
 		update := func(d time.Duration) {
 			t.Helper()
@@ -106,7 +106,7 @@ func TestTrafficKeepsAwake(t *testing.T) {
 // An open connection keeps awake until its end, or until it was silent for the cap.
 func TestOpenConnectionKeepsAwake(t *testing.T) {
 	bubble(t, func(t *testing.T, h *host) {
-		id := h.create(withPolicy(func(p *sandbox.Policy) { p.ConnectionCap = 5 * time.Minute })).ID
+		id := h.create(changed(func(p *sandbox.Policy) { p.ConnectionCap = 5 * time.Minute })).ID
 		open := func() interface{ Close() error } {
 			t.Helper()
 			c, err := h.core.Dial(t.Context(), id, 80)
@@ -171,8 +171,8 @@ func TestKeepAwakeProcess(t *testing.T) {
 func TestProcessorTime(t *testing.T) {
 	bubble(t, func(t *testing.T, h *host) {
 		network := h.create().ID
-		cpu := h.create(withPolicy(func(p *sandbox.Policy) { p.Idle = sandbox.IdleCPU })).ID
-		calm := h.create(withPolicy(func(p *sandbox.Policy) { p.Idle = sandbox.IdleCPU })).ID
+		cpu := h.create(changed(func(p *sandbox.Policy) { p.Idle = sandbox.IdleCPU })).ID
+		calm := h.create(changed(func(p *sandbox.Policy) { p.Idle = sandbox.IdleCPU })).ID
 		h.w.SetBusy(network, sandboxtest.Busy{CPU: 1})
 		h.w.SetBusy(cpu, sandboxtest.Busy{CPU: 0.5})
 		h.w.SetBusy(calm, sandboxtest.Busy{CPU: 0.02})
@@ -286,7 +286,7 @@ func TestLeaseMeetsHibernation(t *testing.T) {
 			if spontaneous {
 				h = newHost(t, idling)
 			}
-			id := h.create(withPolicy(func(p *sandbox.Policy) { p.IdleTimeout = time.Second })).ID
+			id := h.create(changed(func(p *sandbox.Policy) { p.IdleTimeout = time.Second })).ID
 			g := newGate()
 			h.hook.set(at("seal", false, g.wait))
 			done := make(chan error, 1)
@@ -323,7 +323,7 @@ func TestEndOfTheLastSession(t *testing.T) {
 		}
 		return end
 	}
-	closing := withPolicy(func(p *sandbox.Policy) { p.IdleTimeout, p.OnSessionClose = 0, sandbox.SessionHibernate })
+	closing := changed(func(p *sandbox.Policy) { p.IdleTimeout, p.OnSessionClose = 0, sandbox.SessionHibernate })
 	bubble(t, func(t *testing.T, h *host) {
 		id := h.create(closing).ID
 		one, two := session(t, h, id), session(t, h, id)
@@ -349,7 +349,7 @@ func TestEndOfTheLastSession(t *testing.T) {
 		h.wantState(h.after(time.Minute, id), sandbox.StateRunning, "whose release is not the end of a session")
 	})
 	bubble(t, func(t *testing.T, h *host) {
-		id := h.create(withPolicy(func(p *sandbox.Policy) { p.IdleTimeout = 0 })).ID
+		id := h.create(changed(func(p *sandbox.Policy) { p.IdleTimeout = 0 })).ID
 		session(t, h, id)()
 		h.wantState(h.after(time.Minute, id), sandbox.StateRunning, "without that policy")
 	})

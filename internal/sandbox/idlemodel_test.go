@@ -59,7 +59,7 @@ func TestIdleModel(t *testing.T) {
 				for i := range 200 {
 					c := &client{h: h, rnd: rand.New(rand.NewPCG(seed, uint64(i)))}
 					c.timeout = time.Duration(1+c.rnd.IntN(20)) * time.Second
-					c.id = h.create(withPolicy(func(p *sandbox.Policy) {
+					c.id = h.create(changed(func(p *sandbox.Policy) {
 						p.IdleTimeout, p.ConnectionCap = c.timeout, time.Minute
 						if c.rnd.IntN(4) == 0 {
 							p.Idle = sandbox.IdleCPU

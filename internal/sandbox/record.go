@@ -54,9 +54,13 @@ type record struct {
 	Metadata *snapshot.Metadata `json:"metadata,omitempty"` // of Snapshot, without its control token
 	Fresh    bool               `json:"fresh,omitempty"`    // Snapshot is the template's base: a resume gives it an identity
 
-	WentBack      time.Time        `json:"went_back,omitzero"` // when it was last resumed by itself from its last snapshot
-	LastUsed      time.Time        `json:"last_used,omitzero"` // when it last came to standby or to running
-	Hold          *Lease           `json:"hold,omitempty"`     // explicit, until its time
+	Usage         Usage            `json:"usage,omitzero"`         // until Since
+	Since         time.Time        `json:"since,omitzero"`         // when it came to be awake, asleep or in between
+	TimeoutFrom   time.Duration    `json:"timeout_from,omitempty"` // what Usage.Awake was when the policy's timeout began to count
+	Told          map[string]told  `json:"told,omitempty"`         // limit → what was told of it
+	WentBack      time.Time        `json:"went_back,omitzero"`     // when it was last resumed by itself from its last snapshot
+	LastUsed      time.Time        `json:"last_used,omitzero"`     // when it last came to standby or to running
+	Hold          *Lease           `json:"hold,omitempty"`         // explicit, until its time
 	LastHibernate *HibernateReport `json:"last_hibernate,omitempty"`
 	LastResume    *ResumeReport    `json:"last_resume,omitempty"`
 }
@@ -140,6 +144,8 @@ type Sandbox struct {
 	LastHibernate   *HibernateReport
 	LastResume      *ResumeReport
 	Replication     *Replication // of Snapshot; nil without a remote store
+	Usage           Usage        // up to now
+	Next            *Due         // what its limits do to it next, nil: nothing
 	Parked          bool         // in standby, its paused VMM is kept
 	Leases          []Lease      // that keep it from hibernating by itself, the oldest first
 	Activity        *Activity    // of Inspect, while it runs
@@ -205,6 +211,8 @@ func (rec *record) view() Sandbox {
 		Labels: maps.Clone(rec.Labels), Env: maps.Clone(rec.Env),
 		Policy: rec.Policy,
 	}
+	now := time.Now()
+	s.Usage, s.Next = rec.usedAt(now), rec.next(now)
 	if rec.State == StateFailed {
 		s.Reason = rec.Reason
 	}

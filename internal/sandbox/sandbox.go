@@ -33,6 +33,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hibernacle/hibernacle/internal/shim"
@@ -116,6 +117,8 @@ type Core struct {
 	shrinking sync.Mutex // held while parked machines are ended for room
 	compactor compactor
 	idleTurns chan struct{} // holds a token for each hibernation of an idle sandbox
+	limits    limits
+	draining  atomic.Bool
 	storeTurn sync.Mutex    // held while snapshots are deleted
 	closing   chan struct{} // closed by Close
 
@@ -150,6 +153,7 @@ func New(ctx context.Context, cfg Config) (*Core, error) {
 	c.idleTurns = make(chan struct{}, cfg.Parallel)
 	c.pool = newPool(cfg.Pool, cfg.PoolDelay, c.log, c.startPooled, c.endPooled)
 	c.compactor.init()
+	c.limits.init()
 	err := c.checkHost(ctx)
 	if err == nil {
 		err = c.loadTemplates(ctx)
@@ -173,6 +177,7 @@ func New(ctx context.Context, cfg Config) (*Core, error) {
 	}
 	c.seedPool()
 	c.restDone.Go(c.compactAll)
+	c.restDone.Go(c.keepLimits)
 	return c, nil
 }
 
@@ -309,6 +314,9 @@ func (c *Core) awake(ctx context.Context, e *entry) (VM, error) {
 	for {
 		if vm := e.ready(); vm != nil {
 			return vm, nil
+		}
+		if err := c.drained(); err != nil {
+			return nil, err
 		}
 		e.interrupt(errRequest)
 		if err := c.run(ctx, e, opStart, func(ctx context.Context, _ *operation) error { return c.wake(ctx, e, ResumeOptions{}) }); err != nil {
