@@ -128,11 +128,12 @@ type Snapshot struct {
 }
 
 // HibernateReport says how the last hibernation went. Phases maps a name to
-// milliseconds: freeze, pause, state, scan, write, commit. What came before it
-// began is no part of the total: detect, from when its reason could have been known.
+// milliseconds: freeze, pause, state, scan, write, commit, and behind the answer
+// park or release, of the VMM. What came before it began is no part of the total:
+// detect, from when its reason could have been known.
 type HibernateReport struct {
-	Trigger  string             `json:"trigger"` // "call", "idle", "session", "timeout" or "drain"; "" where the daemon that began it did not end it
-	TotalMS  float64            `json:"total_ms"`
+	Trigger  string             `json:"trigger"`  // "call", "idle", "session", "timeout" or "drain"; "" where the daemon that began it did not end it
+	TotalMS  float64            `json:"total_ms"` // until the commit
 	PauseMS  float64            `json:"pause_ms"`
 	Phases   map[string]float64 `json:"phases"`
 	Warnings []string           `json:"warnings,omitempty"`
@@ -359,6 +360,11 @@ type Version struct {
 	VMM     string `json:"vmm"`
 	Accel   string `json:"accel"`
 }
+
+// ResumeHeader is the header of an answer to a request that waited for its
+// sandbox to be resumed: "tier=local; ms=41" names the tier and how long the
+// resume took.
+const ResumeHeader = "Hib-Resume"
 
 // Error is the body of every answer that is no success.
 type Error struct {

@@ -31,6 +31,7 @@ import (
 	"net"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -273,7 +274,10 @@ func (c *Core) Logs(_ context.Context, id string) (io.ReadCloser, error) {
 
 // Dial connects to a TCP port of the guest. A sandbox in standby is woken, a
 // hibernation that is not committed is cancelled, a failed one is not touched
-// (ErrFailed). The connection ends when the sandbox hibernates.
+// (ErrFailed). ErrRefused says that nothing answers there. The connection ends
+// when the sandbox hibernates. It has CloseWrite, and Asleep, which returns a
+// channel that is closed once the guest does not run any more: what was
+// connected then has at most some bytes left to read.
 func (c *Core) Dial(ctx context.Context, id string, port int) (net.Conn, error) {
 	if port < 1 || port > 65535 {
 		return nil, invalid("%d is no TCP port", port)
@@ -284,22 +288,24 @@ func (c *Core) Dial(ctx context.Context, id string, port int) (net.Conn, error) 
 	}
 	e.dial(+1)
 	defer e.dial(-1)
-	vm, err := c.awake(ctx, e)
+	by := "port " + strconv.Itoa(port)
+	vm, err := c.awake(ctx, e, by)
 	for err == nil {
+		slept := e.sleep()
 		conn, dialErr := vm.Dial(ctx, port)
 		// The machine may have gone to sleep or ended under the dial: only a
 		// connection to the one that is awake now is worth something.
 		var now VM
-		now, err = c.awake(ctx, e)
+		now, err = c.awake(ctx, e, by)
 		if err == nil && now == vm && dialErr != nil && !errors.Is(dialErr, shim.ErrRefused) {
 			c.look(ctx, e, vm)
-			now, err = c.awake(ctx, e)
+			now, err = c.awake(ctx, e, by)
 		}
-		if err == nil && now == vm {
+		if err == nil && now == vm && !isClosed(slept) {
 			if dialErr != nil {
-				return nil, unavailable(dialErr, "connect to port %d of sandbox %s", port, e.id)
+				return nil, dialFailed(dialErr, e.id, port)
 			}
-			return conn, nil
+			return guestConn{conn, slept}, nil
 		}
 		if conn != nil {
 			conn.Close()
@@ -309,8 +315,9 @@ func (c *Core) Dial(ctx context.Context, id string, port int) (net.Conn, error) 
 	return nil, err
 }
 
-// awake returns the machine of a sandbox that runs, and wakes it for that.
-func (c *Core) awake(ctx context.Context, e *entry) (VM, error) {
+// awake returns the machine of a sandbox that runs, and wakes it for that on
+// behalf of by.
+func (c *Core) awake(ctx context.Context, e *entry, by string) (VM, error) {
 	for {
 		if vm := e.ready(); vm != nil {
 			return vm, nil
@@ -319,7 +326,7 @@ func (c *Core) awake(ctx context.Context, e *entry) (VM, error) {
 			return nil, err
 		}
 		e.interrupt(errRequest)
-		if err := c.run(ctx, e, opStart, func(ctx context.Context, _ *operation) error { return c.wake(ctx, e, ResumeOptions{}) }); err != nil {
+		if err := c.run(ctx, e, opStart, func(ctx context.Context, _ *operation) error { return c.wake(ctx, e, ResumeOptions{By: by}) }); err != nil {
 			return nil, refusedWake(err)
 		}
 	}
