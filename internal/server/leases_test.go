@@ -200,4 +200,3 @@ func TestHold(t *testing.T) {
 	}
 	f.waitLeases(id, 0)
 }
-
