@@ -23,7 +23,8 @@ const learnFor = 3 * time.Second
 type workset struct {
 	background sync.WaitGroup
 
-	awake chan struct{} // closed when the guest runs
+	ready   chan struct{} // closed when the device state is loaded
+	loading uint64        // pages demanded by then
 
 	mu      sync.Mutex
 	source  *resumed // nil before start and after stop
@@ -44,10 +45,10 @@ type resumed struct {
 	since   time.Time
 }
 
-// headPages is how much is pushed before the guest runs. Until then the load of
-// the device state needs the processors that pushing takes; from then on the guest
-// waits for pages. Those that it was seen to wait for are at a set's beginning.
-const headPages = 256
+// leadPages is how much is pushed while the device state is loaded: the pages that
+// the load itself reads, which a set begins with, and few more. The load needs the
+// processors that pushing takes, and the guest gets nothing before it has ended.
+const leadPages = 64
 
 // start begins the prefetch, unless it is not wanted, and the learning. It
 // returns a warning if the snapshot's working set is damaged.
@@ -64,7 +65,7 @@ func (w *workset) start(repo *snapshot.Repository, snap *snapshot.Snapshot, slot
 	w.mu.Lock()
 	w.source, w.cancel = src, cancel
 	w.mu.Unlock()
-	w.awake = make(chan struct{})
+	w.ready = make(chan struct{})
 	if prefetch && len(src.members) > 0 {
 		w.background.Go(func() { w.prefetch(ctx, src, snap.Remote()) })
 	}
@@ -81,20 +82,28 @@ func (w *workset) start(repo *snapshot.Repository, snap *snapshot.Snapshot, slot
 // prefetch pushes the working set: all of it at once where it comes from another
 // machine, whose answers take longer than the start.
 func (w *workset) prefetch(ctx context.Context, src *resumed, remote bool) {
-	head, rest := src.members, []page.Run(nil)
+	lead, rest := src.members, []page.Run(nil)
 	if !remote {
-		head, rest = page.Split(src.members, headPages)
+		lead, rest = page.Split(src.members, leadPages)
 	}
-	_, _ = src.slot.Prefetch(ctx, head) // a page that can't be read fails where it is needed
+	_, _ = src.slot.Prefetch(ctx, lead) // a page that can't be read fails where it is needed
 	select {
-	case <-w.awake:
+	case <-w.ready:
 		_, _ = src.slot.Prefetch(ctx, rest)
 	case <-ctx.Done():
 	}
 }
 
-// runs says that the guest of start runs.
-func (w *workset) runs() { close(w.awake) }
+// stateLoaded says that the device state of the machine of start is loaded: what
+// is read from now on its guest reads.
+func (w *workset) stateLoaded() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.source != nil {
+		w.loading = page.Total(w.source.slot.Touched())
+	}
+	close(w.ready)
+}
 
 // learn settles, once, what the working set is. A snapshot that had none gets
 // this one.
@@ -117,7 +126,7 @@ func (w *workset) settle(ctx context.Context) (*resumed, snapshot.WorkingSet) {
 	if err != nil {
 		return nil, nil // it has ended
 	}
-	w.learned, w.set = true, evolve(src.carried, src.slot.Touched(), present, time.Since(src.since) >= learnFor)
+	w.learned, w.set = true, evolve(src.carried, src.slot.Touched(), w.loading, present, time.Since(src.since) >= learnFor)
 	return src, w.set
 }
 
@@ -187,55 +196,72 @@ const maxIdle = 3
 // A member stays unless it was left alone too often. What is new becomes a
 // candidate, and a member when it is demanded again in the next life: most pages
 // that are touched once are never touched again. Members that were needed before
-// they were pushed go to the front. A short life, which did not last and touched
+// they were pushed go to the front, but behind the first leadPages: those stay, and
+// become the first loading pages of demanded, which were read for the device state,
+// before the guest ran. A short life, which did not last and touched
 // less than half of the set, takes nothing away.
-func evolve(carried snapshot.WorkingSet, demanded, present []page.Run, lasted bool) snapshot.WorkingSet {
-	var next snapshot.WorkingSet
+func evolve(carried snapshot.WorkingSet, demanded []page.Run, loading uint64, present []page.Run, lasted bool) snapshot.WorkingSet {
+	type member struct {
+		page uint64
+		idle uint8
+	}
 	known := idleTimes(carried)
 	first := len(known) == 0
-	var promoted, candidates []uint64
+	var lead, late, kept, promoted, candidates []member
+	var seen uint64
 	for _, r := range demanded {
 		for p := r.First; p < r.End(); p++ {
+			seen++
 			if !contains(present, p) {
 				continue // readahead that nobody used
 			}
 			idle, old := known[p]
 			delete(known, p)
 			switch {
+			case seen <= loading:
+				lead = append(lead, member{p, 0})
 			case !old && !first:
-				candidates = append(candidates, p)
+				candidates = append(candidates, member{p, snapshot.Candidate})
 			case old && idle == snapshot.Candidate:
-				promoted = append(promoted, p)
+				promoted = append(promoted, member{p, 0})
 			default:
-				next = next.Append(p, 0)
+				late = append(late, member{p, 0})
 			}
 		}
 	}
 	whole := lasted || 2*common(carried.Members(), present) >= page.Total(carried.Members())
+	seen = 0
 	for _, t := range carried {
 		for p := t.First; p < t.End(); p++ {
-			_, left := known[p]
-			switch {
-			case !left:
-			case t.Idle == snapshot.Candidate:
-				if !whole {
-					candidates = append(candidates, p)
-				}
-			case contains(present, p):
-				next = next.Append(p, 0)
-			case !whole:
-				next = next.Append(p, t.Idle)
-			case t.Idle+1 < maxIdle:
-				next = next.Append(p, t.Idle+1)
+			seen++
+			if _, left := known[p]; !left {
+				continue
 			}
 			delete(known, p)
+			idle := t.Idle
+			switch {
+			case idle == snapshot.Candidate:
+				if !whole {
+					candidates = append(candidates, member{p, idle})
+				}
+				continue
+			case contains(present, p):
+				idle = 0
+			case whole:
+				if idle++; idle == maxIdle {
+					continue
+				}
+			}
+			if seen <= leadPages {
+				lead = append(lead, member{p, idle})
+			} else {
+				kept = append(kept, member{p, idle})
+			}
 		}
 	}
-	for _, p := range promoted {
-		next = next.Append(p, 0)
-	}
-	for _, p := range candidates {
-		next = next.Append(p, snapshot.Candidate)
+	var next snapshot.WorkingSet
+	for _, m := range slices.Concat(lead, late, kept, promoted, candidates) {
+		next = next.Append(m.page, m.idle)
 	}
 	return next
 }
