@@ -139,7 +139,7 @@ func (h *host) wake(ctx context.Context, req ResumeRequest) (StartReport, error)
 		return StartReport{}, fmt.Errorf("load state of snapshot %s: %w", req.Snapshot.ID, err)
 	}
 	watch.lap("state")
-	h.workset.stateLoaded()
+	h.workset.loaded()
 	if err := failpoint.Hit(ctx, failLoaded); err != nil {
 		return StartReport{}, err
 	}
@@ -147,6 +147,7 @@ func (h *host) wake(ctx context.Context, req ResumeRequest) (StartReport, error)
 		return StartReport{}, err
 	}
 	watch.lap("unpause")
+	h.workset.runs()
 	if err := failpoint.Hit(ctx, failUnpaused); err != nil {
 		return StartReport{}, err
 	}

@@ -23,13 +23,13 @@ const learnFor = 3 * time.Second
 type workset struct {
 	background sync.WaitGroup
 
-	ready   chan struct{} // closed when the device state is loaded
-	loading uint64        // pages demanded by then
+	awake chan struct{} // closed when the guest runs
 
 	mu      sync.Mutex
 	source  *resumed // nil before start and after stop
 	cancel  context.CancelFunc
 	learned bool
+	loading uint64 // pages demanded before the guest ran
 	set     snapshot.WorkingSet
 }
 
@@ -45,9 +45,9 @@ type resumed struct {
 	since   time.Time
 }
 
-// leadPages is how much is pushed while the device state is loaded: the pages that
-// the load itself reads, which a set begins with, and few more. The load needs the
-// processors that pushing takes, and the guest gets nothing before it has ended.
+// leadPages is how much is pushed before the guest runs: the pages that the load of
+// the device state reads, which a set begins with, and few more. The load needs the
+// processors that pushing takes, and the guest waits for its end anyway.
 const leadPages = 64
 
 // start begins the prefetch, unless it is not wanted, and the learning. It
@@ -65,7 +65,7 @@ func (w *workset) start(repo *snapshot.Repository, snap *snapshot.Snapshot, slot
 	w.mu.Lock()
 	w.source, w.cancel = src, cancel
 	w.mu.Unlock()
-	w.ready = make(chan struct{})
+	w.awake = make(chan struct{})
 	if prefetch && len(src.members) > 0 {
 		w.background.Go(func() { w.prefetch(ctx, src, snap.Remote()) })
 	}
@@ -88,22 +88,24 @@ func (w *workset) prefetch(ctx context.Context, src *resumed, remote bool) {
 	}
 	_, _ = src.slot.Prefetch(ctx, lead) // a page that can't be read fails where it is needed
 	select {
-	case <-w.ready:
+	case <-w.awake:
 		_, _ = src.slot.Prefetch(ctx, rest)
 	case <-ctx.Done():
 	}
 }
 
-// stateLoaded says that the device state of the machine of start is loaded: what
-// is read from now on its guest reads.
-func (w *workset) stateLoaded() {
+// loaded says that the device state is loaded into the machine of start: what is
+// read from now on its guest reads.
+func (w *workset) loaded() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.source != nil {
 		w.loading = page.Total(w.source.slot.Touched())
 	}
-	close(w.ready)
 }
+
+// runs says that the guest of start runs.
+func (w *workset) runs() { close(w.awake) }
 
 // learn settles, once, what the working set is. A snapshot that had none gets
 // this one.
