@@ -50,6 +50,10 @@ type resumed struct {
 // processors that pushing takes, and the guest waits for its end anyway.
 const leadPages = 64
 
+// headPages is how much is pushed next, on its own because the order within a
+// prefetch is a rough one: pages that the guest was seen to wait for.
+const headPages = 256
+
 // start begins the prefetch, unless it is not wanted, and the learning. It
 // returns a warning if the snapshot's working set is damaged.
 func (w *workset) start(repo *snapshot.Repository, snap *snapshot.Snapshot, slot *pager.Slot, machine vmm.Machine, prefetch bool) (warning string) {
@@ -89,6 +93,8 @@ func (w *workset) prefetch(ctx context.Context, src *resumed, remote bool) {
 	_, _ = src.slot.Prefetch(ctx, lead) // a page that can't be read fails where it is needed
 	select {
 	case <-w.awake:
+		head, rest := page.Split(rest, headPages)
+		_, _ = src.slot.Prefetch(ctx, head)
 		_, _ = src.slot.Prefetch(ctx, rest)
 	case <-ctx.Done():
 	}
