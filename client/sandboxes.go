@@ -44,13 +44,20 @@ func (c *Client) Get(ctx context.Context, id string) (s api.Sandbox, err error) 
 	return s, err
 }
 
+// Update changes the policy or the labels of a sandbox. It does not wake it.
+func (c *Client) Update(ctx context.Context, id string, r api.UpdateRequest) (s api.Sandbox, err error) {
+	err = c.call(ctx, http.MethodPatch, c.endpoint("sandboxes", id), r, &s)
+	return s, err
+}
+
 // Delete deletes a sandbox with all that is kept of it.
 func (c *Client) Delete(ctx context.Context, id string) error {
 	return c.call(ctx, http.MethodDelete, c.endpoint("sandboxes", id), nil, nil)
 }
 
 // Hibernate brings a sandbox to standby; when it returns, its snapshot is
-// durable. Idempotent.
+// durable. Its VMM is parked or released behind that, which Get tells
+// afterwards (Parked, and the phase park or release of LastHibernate). Idempotent.
 func (c *Client) Hibernate(ctx context.Context, id string) (s api.Sandbox, err error) {
 	return c.HibernateWith(ctx, id, api.HibernateRequest{})
 }

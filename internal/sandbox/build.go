@@ -116,7 +116,7 @@ func (c *Core) beginBuild(name string) (*tmpl, int, error) {
 	defer c.mu.Unlock()
 	t := c.templates[name]
 	if t == nil {
-		t = &tmpl{name: name, rec: templateRecord{Version: recordVersion, Name: name}}
+		t = &tmpl{name: name, rec: templateRecord{Version: templateRecordVersion, Name: name}}
 		c.templates[name] = t
 	}
 	if t.building {
@@ -293,7 +293,7 @@ func (c *Core) bootBase(ctx context.Context, name string, version int, shape vmm
 		return baseRecord{}, err
 	}
 	machine := machineName("base")
-	if err := c.admit(machine, fmt.Sprintf("the base machine of template %s, shape %s", name, shape), shape); err != nil {
+	if err := c.admit(ctx, machine, fmt.Sprintf("the base machine of template %s, shape %s", name, shape), shape); err != nil {
 		return baseRecord{}, err
 	}
 	defer c.admission.release(machine)

@@ -34,9 +34,8 @@ type CreateOptions struct {
 	CPUs      int    // 0: the template's
 	Env       map[string]string
 	Labels    map[string]string
-	Allow     []string // egress rules, see api.Egress
-	Deny      []string
-	ColdBoot  bool // boot instead of resuming the base snapshot: for measuring and for finding faults
+	Policy    *Policy // nil: DefaultPolicy
+	ColdBoot  bool    // boot instead of resuming the base snapshot: for measuring and for finding faults
 }
 
 var (
@@ -55,7 +54,14 @@ func (c *Core) Create(ctx context.Context, o CreateOptions) (Sandbox, error) {
 	if o.Template == "" {
 		o.Template = DefaultTemplate
 	}
-	if err := c.checkOptions(o); err != nil {
+	if err := c.drained(); err != nil {
+		return Sandbox{}, err
+	}
+	policy := DefaultPolicy()
+	if o.Policy != nil {
+		policy = *o.Policy
+	}
+	if err := c.checkOptions(o, &policy); err != nil {
 		return Sandbox{}, err
 	}
 	v, unpin, err := c.pinTemplate(o.Template)
@@ -72,8 +78,8 @@ func (c *Core) Create(ctx context.Context, o CreateOptions) (Sandbox, error) {
 	}
 	rec := record{
 		Version: recordVersion, ID: newID(), Name: o.Name, Template: o.Template, TemplateVersion: v.Number, Shape: shape,
-		Labels: o.Labels, Env: o.Env, Allow: o.Allow, Deny: o.Deny,
-		AccessToken: newToken(), CreatedAt: time.Now().UTC(), State: StateCreating,
+		Labels: o.Labels, Env: o.Env, Policy: policy,
+		AccessToken: newToken(), TrafficToken: newToken(), CreatedAt: time.Now().UTC(), State: StateCreating,
 	}
 	if !o.ColdBoot {
 		b, err := c.base(ctx, o.Template, v.Number, shape)
@@ -94,14 +100,11 @@ func (c *Core) create(ctx context.Context, rec record, boot bool) (Sandbox, erro
 	if err := c.insert(e); err != nil {
 		return Sandbox{}, err
 	}
-	begun := time.Now()
-	done, op, err := c.begin(ctx, e, opStart, func(ctx context.Context, _ *operation) error {
+	op, err := c.begin(ctx, e, opStart, func(ctx context.Context, _ *operation) error {
 		err := c.establish(ctx, e, boot)
-		report := ResumeReport{Tier: tierLocal, TotalMS: since(begun)}
 		if err == nil {
-			report = *e.rec.LastResume
+			c.emit(e, Event{Type: EventCreated, Resume: e.rec.LastResume})
 		}
-		c.cfg.Events.start(e.id, report, err)
 		return err
 	})
 	if err != nil {
@@ -111,7 +114,7 @@ func (c *Core) create(ctx context.Context, rec record, boot bool) (Sandbox, erro
 	// Nobody but the caller learns of the sandbox: without it, it goes.
 	stop := context.AfterFunc(ctx, func() { op.cancel(context.Cause(ctx)) })
 	defer stop()
-	if err := <-done; err != nil {
+	if err := <-op.done; err != nil {
 		return Sandbox{}, err
 	}
 	return c.view(e), nil
@@ -124,7 +127,7 @@ func (c *Core) establish(ctx context.Context, e *entry, boot bool) error {
 	if boot {
 		from = originBoot
 	}
-	err := c.admit(e.id, "a new sandbox", e.rec.Shape)
+	err := c.admit(ctx, e.id, "a new sandbox", e.rec.Shape)
 	if err == nil && !boot {
 		if _, ok := c.takePooled(e); ok {
 			from = originPool
@@ -147,7 +150,7 @@ func (c *Core) establish(ctx context.Context, e *entry, boot bool) error {
 	if why := c.memoryFailure(ctx, e); why != "" {
 		err = fmt.Errorf("%s (%w)", why, err)
 	}
-	if undo := c.remove(ctx, e); undo != nil {
+	if undo := c.remove(ctx, e, "it was not created"); undo != nil {
 		c.log.Warn("taking back a creation is put off", keySandbox, e.id, keyError, undo)
 	}
 	return stepError(err, "sandbox %s was not created", e.id)
@@ -202,7 +205,8 @@ func (c *Core) uninsert(e *entry) {
 	}
 }
 
-func (c *Core) checkOptions(o CreateOptions) error {
+// checkOptions checks what a user asks for and completes the policy.
+func (c *Core) checkOptions(o CreateOptions, policy *Policy) error {
 	if o.Name != "" && (!namePattern.MatchString(o.Name) || idPattern.MatchString(o.Name)) {
 		return invalid("the name %q is not usable: take 1 to 63 of a-z, 0-9 and '-', not '-' at an end, and not 20 letters and digits as in an id", clip(o.Name))
 	}
@@ -215,24 +219,27 @@ func (c *Core) checkOptions(o CreateOptions) error {
 		}
 	}
 	for what, m := range map[string]map[string]string{"environment": o.Env, "labels": o.Labels} {
-		size := 0
-		for k, v := range m {
-			size += len(k) + len(v)
-			if k == "" || strings.ContainsRune(v, 0) {
-				return invalid("the %s have an empty name or a zero byte", what)
-			}
-		}
-		if size > maxText {
-			return invalid("the %s are %d bytes long, more than %d", what, size, maxText)
+		if err := checkText(what, m); err != nil {
+			return err
 		}
 	}
-	if len(o.Allow)+len(o.Deny) > maxRules {
-		return invalid("more than %d egress rules", maxRules)
+	if err := checkExpiry(Policy{}, *policy); err != nil {
+		return err
 	}
-	if c.cfg.CheckEgress != nil {
-		if err := c.cfg.CheckEgress(o.Allow, o.Deny); err != nil {
-			return &Error{Kind: ErrInvalid, Message: "egress rules", Cause: err}
+	return c.checkPolicy(policy)
+}
+
+// checkText bounds names and values that a user gives.
+func checkText(what string, m map[string]string) error {
+	size := 0
+	for k, v := range m {
+		size += len(k) + len(v)
+		if k == "" || strings.ContainsRune(v, 0) {
+			return invalid("the %s have an empty name or a zero byte", what)
 		}
+	}
+	if size > maxText {
+		return invalid("the %s are %d bytes long, more than %d", what, size, maxText)
 	}
 	return nil
 }

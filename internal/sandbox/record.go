@@ -1,6 +1,8 @@
 package sandbox
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -22,8 +24,9 @@ const (
 
 const hostKey = "store"
 
-// recordVersion is the version of the layout of sandbox and template records.
-const recordVersion = 1
+// recordVersion is the version of the layout of sandbox records. Version 1 had
+// no policy, but the egress rules that are part of it now.
+const recordVersion = 2
 
 // record is what the catalog keeps of a sandbox (docs/formats/catalog.md).
 // Its maps and pointers are shared between copies: replace them, never write
@@ -37,9 +40,9 @@ type record struct {
 	Shape           vmm.Shape         `json:"shape"`
 	Labels          map[string]string `json:"labels,omitempty"`
 	Env             map[string]string `json:"env,omitempty"`
-	Allow           []string          `json:"allow,omitempty"`
-	Deny            []string          `json:"deny,omitempty"`
+	Policy          Policy            `json:"policy"`
 	AccessToken     string            `json:"access_token"`
+	TrafficToken    string            `json:"traffic_token,omitempty"` // "" in one that an older daemon made, see trafficToken
 	CreatedAt       time.Time         `json:"created_at"`
 
 	State      State  `json:"state"`
@@ -54,8 +57,12 @@ type record struct {
 	Metadata *snapshot.Metadata `json:"metadata,omitempty"` // of Snapshot, without its control token
 	Fresh    bool               `json:"fresh,omitempty"`    // Snapshot is the template's base: a resume gives it an identity
 
-	WentBack      time.Time        `json:"went_back,omitzero"` // when it was last resumed by itself from its last snapshot
-	LastUsed      time.Time        `json:"last_used,omitzero"` // when it last came to standby or to running
+	Usage         Usage            `json:"usage,omitzero"`         // until Since
+	Since         time.Time        `json:"since,omitzero"`         // when it came to be awake, asleep or in between
+	TimeoutFrom   time.Duration    `json:"timeout_from,omitempty"` // what Usage.Awake was when the policy's timeout began to count
+	Told          map[string]told  `json:"told,omitempty"`         // limit → what was told of it
+	WentBack      time.Time        `json:"went_back,omitzero"`     // when it was last resumed by itself from its last snapshot
+	LastUsed      time.Time        `json:"last_used,omitzero"`     // when it last came to standby or to running
 	LastHibernate *HibernateReport `json:"last_hibernate,omitempty"`
 	LastResume    *ResumeReport    `json:"last_resume,omitempty"`
 }
@@ -66,8 +73,17 @@ func decodeRecord(value []byte) (record, error) {
 	if err := json.Unmarshal(value, &rec); err != nil {
 		return record{}, err
 	}
-	if rec.Version != recordVersion {
-		return record{}, fmt.Errorf("it has version %d, this daemon reads %d: it was written by a newer one", rec.Version, recordVersion)
+	switch rec.Version {
+	case recordVersion:
+	case 1:
+		var old struct{ Allow, Deny []string }
+		if err := json.Unmarshal(value, &old); err != nil {
+			return record{}, err
+		}
+		rec.Version, rec.Policy = recordVersion, DefaultPolicy()
+		rec.Policy.Egress.Allow, rec.Policy.Egress.Deny = old.Allow, old.Deny
+	default:
+		return record{}, fmt.Errorf("it has version %d, this daemon reads up to %d: it was written by a newer one", rec.Version, recordVersion)
 	}
 	if !slices.Contains(States, rec.State) {
 		return record{}, fmt.Errorf("unknown state %q", rec.State)
@@ -105,6 +121,17 @@ func (rec *record) roots(needed, announced map[snapshot.ID]struct{}) {
 	}
 }
 
+// trafficToken returns the token that opens the sandbox's private ports. One
+// that was made before there were such tokens has one that follows from its
+// other secret, so that it stays the same without being written.
+func (rec *record) trafficToken() string {
+	if rec.TrafficToken != "" {
+		return rec.TrafficToken
+	}
+	sum := sha256.Sum256([]byte("traffic token of sandbox " + rec.ID + " " + rec.AccessToken))
+	return hex.EncodeToString(sum[:13])
+}
+
 // snapshots returns all the snapshots that the record names.
 func (rec *record) snapshots() []snapshot.ID {
 	ids := map[snapshot.ID]struct{}{}
@@ -125,11 +152,14 @@ type Sandbox struct {
 	CPUs            int
 	Labels          map[string]string
 	Env             map[string]string
-	Allow, Deny     []string // egress rules
+	Policy          Policy
+	TrafficToken    string // opens its private ports: a secret
 	Snapshot        *Snapshot
 	LastHibernate   *HibernateReport
 	LastResume      *ResumeReport
 	Replication     *Replication // of Snapshot; nil without a remote store
+	Usage           Usage        // up to now
+	Next            *Due         // what its limits do to it next, nil: nothing
 	Parked          bool         // in standby, its paused VMM is kept
 }
 
@@ -155,7 +185,7 @@ type Snapshot struct {
 
 // HibernateReport says how a hibernation went. Phases maps a name to
 // milliseconds: those of the capture (freeze, pause, state, scan, write),
-// commit and release.
+// commit and, once that is done, park or release.
 type HibernateReport struct {
 	TotalMS  float64            `json:"total_ms"` // until the commit
 	PauseMS  float64            `json:"pause_ms"` // from the pause to the seal
@@ -179,6 +209,7 @@ type ResumeReport struct {
 	WorkingSetBytes int64              `json:"working_set_bytes,omitempty"` // of the set that the snapshot carries
 	BytesFetched    int64              `json:"bytes_fetched,omitempty"`     // from the remote store, until the report
 	Pooled          bool               `json:"pooled,omitempty"`            // the VMM was started beforehand
+	By              string             `json:"by,omitempty"`                // who woke it, see Core.Wake; "" for a creation
 	Warnings        []string           `json:"warnings,omitempty"`
 }
 
@@ -189,8 +220,10 @@ func (rec *record) view() Sandbox {
 		State: rec.State, CreatedAt: rec.CreatedAt,
 		MemoryMiB: rec.Shape.MemoryMiB, CPUs: rec.Shape.CPUs,
 		Labels: maps.Clone(rec.Labels), Env: maps.Clone(rec.Env),
-		Allow: slices.Clone(rec.Allow), Deny: slices.Clone(rec.Deny),
+		Policy: rec.Policy, TrafficToken: rec.trafficToken(),
 	}
+	now := time.Now()
+	s.Usage, s.Next = rec.usedAt(now), rec.next(now)
 	if rec.State == StateFailed {
 		s.Reason = rec.Reason
 	}

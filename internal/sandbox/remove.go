@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"os"
-	"time"
 
 	"github.com/hibernacle/hibernacle/internal/catalog"
 	"github.com/hibernacle/hibernacle/internal/failpoint"
@@ -20,6 +19,11 @@ func (c *Core) Delete(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
+	return c.delete(ctx, e, "")
+}
+
+// delete is Delete; reason says what deletes it, "" for a user.
+func (c *Core) delete(ctx context.Context, e *entry, reason string) error {
 	e.doom(+1)
 	defer e.doom(-1)
 	e.interrupt(errDelete)
@@ -30,7 +34,7 @@ func (c *Core) Delete(ctx context.Context, id string) error {
 				return err
 			}
 		}
-		return c.remove(ctx, e)
+		return c.remove(ctx, e, reason)
 	})
 }
 
@@ -43,9 +47,13 @@ func (e *entry) doom(n int) {
 
 // remove takes a sandbox from any state through deleting to gone. Each step
 // may find that it was done before.
-func (c *Core) remove(ctx context.Context, e *entry) error {
+func (c *Core) remove(ctx context.Context, e *entry, reason string) error {
 	if e.rev != 0 {
-		if err := c.change(ctx, e, func(r *record) { r.State = StateDeleting }); err != nil {
+		if err := c.change(ctx, e, func(r *record) {
+			if r.State != StateDeleting {
+				r.State, r.Reason = StateDeleting, reason
+			}
+		}); err != nil {
 			return err
 		}
 	}
@@ -102,7 +110,8 @@ func (c *Core) forget(e *entry) {
 		delete(c.names, e.rec.Name)
 	}
 	c.mu.Unlock()
-	c.cfg.Events.transition(Transition{Sandbox: e.id, From: from, To: StateGone, At: time.Now()})
+	c.emit(e, Event{Type: EventState, From: from, To: StateGone})
+	c.emit(e, Event{Type: EventDeleted, Reason: e.rec.Reason})
 	c.pruneLater(e.rec.Template)
 	c.trash.wake()
 }

@@ -110,7 +110,7 @@ func TestAnswersAreAsDescribed(t *testing.T) {
 		{"GET", "/v1/health", "", "", 204},
 		{"GET", "/v1/version", "", "", 200},
 		{"GET", "/v1/openapi.json", "", "", 200},
-		{"POST", "/v1/sandboxes", "", `{"name":"b","labels":{"k":"v"},"env":{"A":"1"},"egress":{"allow":["10.0.0.0/8"]}}`, 201},
+		{"POST", "/v1/sandboxes", "", `{"name":"b","labels":{"k":"v"},"env":{"A":"1"},"policy":{"idle_timeout":"1m","ports":{"80":"public"},"egress":{"allow":["10.0.0.0/8"]}}}`, 201},
 		{"POST", "/v1/sandboxes", "", `{"name":"b"}`, 409},
 		{"GET", "/v1/sandboxes", "", "", 200},
 		{"GET", "/v1/sandboxes/{id}", "", "", 200},
@@ -118,6 +118,7 @@ func TestAnswersAreAsDescribed(t *testing.T) {
 		{"POST", "/v1/sandboxes/{id}/evict", "", `{"local":true}`, 200},
 		{"GET", "/v1/sandboxes/{id}", "", "", 200},
 		{"POST", "/v1/sandboxes/{id}/resume", "", "", 200},
+		{"PATCH", "/v1/sandboxes/{id}", "", `{"policy":{"ttl":{"after":"30d"},"expires":{"at":"2040-01-01T00:00:00Z"},"timeout":{"after":"1h"},"checkpoints":{"every":"1h","keep":2},"hooks":[{"name":"a","event":"post-resume","command":["true"]}]},"labels":{"k":null}}`, 200},
 		{"GET", "/v1/sandboxes/{id}/logs", "", "", 200},
 		{"POST", "/v1/sandboxes/{id}/exec", "", `{"cmd":["true"]}`, 200},
 		{"POST", "/v1/sandboxes/{id}/exec", "", `{}`, 400},
@@ -132,6 +133,9 @@ func TestAnswersAreAsDescribed(t *testing.T) {
 		{"DELETE", "/v1/templates/{name}", "", "", 204},
 		{"GET", "/v1/templates/{name}", "", "", 404},
 		{"GET", "/v1/store/status", "", "", 200},
+		{"POST", "/v1/drain", "", "", 200},
+		{"POST", "/v1/drain", "", `{"undo":true}`, 200},
+		{"PATCH", "/v1/sandboxes/{id}", "", `{"policy":{}}`, 404},
 		{"POST", "/v1/store/verify", "", "", 200},
 		{"POST", "/v1/store/verify", "", `{"remote":true}`, 200},
 		{"POST", "/v1/store/verify", "", `{"remote":1}`, 400},
@@ -174,11 +178,12 @@ func TestAnswersAreAsDescribed(t *testing.T) {
 func TestRequestsAreAsDescribed(t *testing.T) {
 	doc := document(t)
 	for name, v := range map[string]any{
-		"CreateRequest": api.CreateRequest{}, "Egress": api.Egress{}, "ExecRequest": api.ExecRequest{}, "BuildRequest": api.BuildRequest{},
+		"CreateRequest": api.CreateRequest{}, "UpdateRequest": api.UpdateRequest{}, "Policy": api.Policy{}, "PolicyPatch": api.PolicyPatch{},
+		"Limit": api.Limit{}, "Expires": api.Expires{}, "Schedule": api.Schedule{}, "Hook": api.Hook{}, "Egress": api.Egress{}, "ExecRequest": api.ExecRequest{}, "BuildRequest": api.BuildRequest{},
 		"Sandbox": api.Sandbox{}, "Template": api.Template{}, "Progress": api.Progress{}, "Version": api.Version{}, "Error": api.Error{},
 		"StoreStatus": api.StoreStatus{}, "TierStatus": api.TierStatus{}, "StoreSandbox": api.StoreSandbox{}, "CollectRequest": api.CollectRequest{}, "VerifyRequest": api.VerifyRequest{},
 		"Collected": api.Collected{}, "CollectedTier": api.CollectedTier{}, "ImportRequest": api.ImportRequest{}, "Imported": api.Imported{},
-		"EvictRequest": api.EvictRequest{}, "Evicted": api.Evicted{}, "Host": api.Host{},
+		"EvictRequest": api.EvictRequest{}, "DrainRequest": api.DrainRequest{}, "Drained": api.Drained{}, "Next": api.Next{}, "Evicted": api.Evicted{}, "Host": api.Host{},
 	} {
 		described := map[string]bool{}
 		for field := range doc.Components.Schemas[name].Value.Properties {

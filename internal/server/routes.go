@@ -20,11 +20,13 @@ func (s *Server) routes() []route {
 		{"GET", healthPath, s.getHealth},
 		{"GET", "/v1/version", s.getVersion},
 		{"GET", "/v1/host", s.getHost},
+		{"POST", "/v1/drain", s.drain},
 		{"GET", "/v1/openapi.json", s.getOpenAPI},
 
 		{"POST", "/v1/sandboxes", s.createSandbox},
 		{"GET", "/v1/sandboxes", s.listSandboxes},
 		{"GET", "/v1/sandboxes/{id}", s.getSandbox},
+		{"PATCH", "/v1/sandboxes/{id}", s.updateSandbox},
 		{"DELETE", "/v1/sandboxes/{id}", s.deleteSandbox},
 		{"POST", "/v1/sandboxes/{id}/hibernate", s.hibernateSandbox},
 		{"POST", "/v1/sandboxes/{id}/evict", s.evictSandbox},

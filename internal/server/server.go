@@ -28,6 +28,7 @@ type Core interface {
 	Create(ctx context.Context, o sandbox.CreateOptions) (sandbox.Sandbox, error)
 	Get(ctx context.Context, id string) (sandbox.Sandbox, error)
 	List(ctx context.Context) ([]sandbox.Sandbox, error)
+	Update(ctx context.Context, id string, mutate func(*sandbox.Settings) error) (sandbox.Sandbox, error)
 	Hibernate(ctx context.Context, id string, o sandbox.HibernateOptions) (sandbox.Sandbox, error)
 	Resume(ctx context.Context, id string, o sandbox.ResumeOptions) (sandbox.Sandbox, error)
 	Evict(ctx context.Context, id string, o sandbox.EvictOptions) (sandbox.Evicted, error)
@@ -48,6 +49,9 @@ type Core interface {
 	StoreStatus(ctx context.Context) (sandbox.StoreStatus, error)
 	Collect(ctx context.Context, o sandbox.CollectOptions) (sandbox.Collected, error)
 	Import(ctx context.Context, takeOver bool, progress func(done, total int64)) (sandbox.Imported, error)
+	// Drain hibernates everything and lets nothing start until Undrain.
+	Drain(ctx context.Context, progress func(done, total int64)) (sandbox.Drained, error)
+	Undrain()
 	Host(ctx context.Context) (sandbox.Host, error)
 	StoreVerify(ctx context.Context, o sandbox.VerifyOptions, progress func(done, total int64)) (sandbox.Verify, error)
 }
