@@ -236,8 +236,7 @@ func (c *Core) changeCheckpoints(ctx context.Context, e *entry, mutate func(*rec
 
 // captureRunning takes a snapshot of a sandbox that goes on.
 func (c *Core) captureRunning(ctx context.Context, e *entry, op *operation, keep *checkpoint) (*HibernateReport, error) {
-	begun := time.Now()
-	report, err := c.suspend(ctx, e, op, capturing{keep: keep, goOn: true, begun: begun})
+	report, err := c.suspend(ctx, e, op, capturing{beginning: beginning{trigger: TriggerCheckpoint, at: time.Now()}, keep: keep, goOn: true})
 	if err != nil {
 		return nil, err
 	}
@@ -247,9 +246,9 @@ func (c *Core) captureRunning(ctx context.Context, e *entry, op *operation, keep
 // commitGoOn is the commit point of a snapshot behind which the guest goes on:
 // running is recorded together with it, then the guest is thawed. Only a
 // change that failed is an error.
-func (c *Core) commitGoOn(ctx context.Context, e *entry, sealed shim.CaptureReport, begun time.Time) (HibernateReport, error) {
+func (c *Core) commitGoOn(ctx context.Context, e *entry, sealed shim.CaptureReport, begun beginning) (HibernateReport, error) {
 	before, attempt := e.rec, e.rec.Attempt
-	report := hibernateReport(sealed)
+	report := begun.report(sealed)
 	committing := time.Now()
 	err := c.change(ctx, e, func(r *record) {
 		r.State = StateRunning
@@ -272,7 +271,7 @@ func (c *Core) commitGoOn(ctx context.Context, e *entry, sealed shim.CaptureRepo
 		c.log.Warn("a guest does not go on behind its checkpoint yet", keySandbox, e.id, keyError, err)
 	}
 	report = report.with("commit", commitMS).with("thaw", since(thawing))
-	report.TotalMS = since(begun)
+	report.TotalMS = since(begun.at)
 	if before.Snapshot != nil {
 		c.trash.add(before.Snapshot.ID)
 	}

@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"time"
@@ -14,9 +15,33 @@ import (
 // for the answer to a capture.
 const captureGrace = 10 * time.Second
 
+// Trigger says why a sandbox hibernated.
+type Trigger string
+
+// The triggers.
+const (
+	TriggerCall    Trigger = "call"    // somebody asked for it
+	TriggerIdle    Trigger = "idle"    // nothing used it any more
+	TriggerSession Trigger = "session" // its last interactive session ended
+	TriggerTimeout Trigger = "timeout" // its running time is used up
+	TriggerDrain   Trigger = "drain"   // everything hibernates
+	TriggerRestore Trigger = "restore" // it is rolled back
+
+	TriggerCheckpoint Trigger = "checkpoint" // no hibernation: it goes on
+)
+
+// spontaneous reports whether what nobody asked for gives way to leases.
+func (t Trigger) spontaneous() bool { return t == TriggerIdle || t == TriggerSession }
+
 // HibernateOptions says how to hibernate. The zero value is the usual way.
 type HibernateOptions struct {
-	NoPark bool // do not keep the paused VMM
+	NoPark  bool    // do not keep the paused VMM
+	Trigger Trigger // "": TriggerCall
+
+	// confirm is asked, at the sandbox's turn, whether it is to hibernate still, and
+	// since when that could have been known. nil: yes, since just now.
+	confirm  func(context.Context) (known time.Time, ok bool)
+	repeated bool // it failed before, and nobody wants to hear that again
 }
 
 // Hibernate takes a running sandbox to standby; one that is there already is
@@ -24,39 +49,82 @@ type HibernateOptions struct {
 // sandbox is in standby by its record. Its machine is parked or released behind that: what
 // comes next to the sandbox waits for it, and the report tells of it afterwards.
 // ErrConflict says that a request came in between and the sandbox runs on.
+// Leases do not keep it from that: the report's warnings name them.
 func (c *Core) Hibernate(ctx context.Context, id string, o HibernateOptions) (Sandbox, error) {
 	e, err := c.find(id)
 	if err != nil {
 		return Sandbox{}, err
 	}
-	err = c.run(ctx, e, opHibernate, func(ctx context.Context, op *operation) error {
-		switch e.rec.State {
-		case StateStandby:
+	err = c.hibernateEntry(ctx, e, o)
+	return c.view(e), err
+}
+
+func (c *Core) hibernateEntry(ctx context.Context, e *entry, o HibernateOptions) error {
+	o.Trigger = cmp.Or(o.Trigger, TriggerCall)
+	return c.run(ctx, e, opHibernate, func(ctx context.Context, op *operation) error {
+		e.mu.Lock()
+		op.spontaneous = o.Trigger.spontaneous()
+		e.mu.Unlock()
+		switch {
+		case e.rec.State == StateStandby:
 			return nil
-		case StateRunning:
-		case StateFailed:
+		case e.rec.State == StateRunning:
+		case o.Trigger.spontaneous():
+			return nil
+		case e.rec.State == StateFailed:
 			return failedError(&e.rec)
 		default:
 			return conflict("", "sandbox %s is %s", e.id, e.rec.State)
 		}
-		report, err := c.suspend(ctx, e, op, capturing{noPark: o.NoPark, answers: true, begun: time.Now()})
+		begin := beginning{trigger: o.Trigger, at: time.Now()}
+		if o.confirm != nil {
+			known, ok := o.confirm(ctx)
+			if !ok {
+				return nil
+			}
+			begin.at, begin.known = time.Now(), known
+		}
+		e.mu.Lock()
+		begin.held = e.heldNow(begin.at)
+		e.mu.Unlock()
+		if o.Trigger == TriggerIdle && !o.repeated {
+			c.emit(e, Event{Type: EventIdle})
+		}
+		report, err := c.suspend(ctx, e, op, capturing{beginning: begin, noPark: o.NoPark, answers: true})
 		if err == nil {
 			c.emit(e, Event{Type: EventHibernated, Hibernate: &report, Bytes: e.rec.Metadata.StoredBytes})
-		} else {
+		} else if !o.repeated {
 			c.emit(e, Event{Type: EventCancelled, Reason: err.Error()})
 		}
 		return err
 	})
-	return c.view(e), err
+}
+
+// beginning is what is known when a hibernation begins.
+type beginning struct {
+	trigger Trigger // "" for one that somebody else began
+	at      time.Time
+	known   time.Time // since when its reason could have been known; zero: just then
+	held    []Lease   // that it goes ahead regardless of
+}
+
+// report makes a report of what began so and was sealed.
+func (b beginning) report(sealed shim.CaptureReport) HibernateReport {
+	r := HibernateReport{Trigger: b.trigger, PauseMS: sealed.PauseMS, Phases: sealed.Phases, WorkingSet: sealed.WorkingSet,
+		Warnings: append(leaseWarnings(b.held), sealed.Warnings...)}
+	if !b.known.IsZero() {
+		r = r.with("detect", ms(max(0, b.at.Sub(b.known))))
+	}
+	return r
 }
 
 // capturing says what a running sandbox is captured for.
 type capturing struct {
+	beginning
 	keep    *checkpoint // what the snapshot becomes beside the record's; nil: nothing
 	goOn    bool        // the guest goes on behind the commit
 	noPark  bool        // do not keep the paused VMM
 	answers bool        // the caller is told of the commit, and does not wait for what comes behind it
-	begun   time.Time
 }
 
 // String says what a capture did not do that failed.
@@ -115,9 +183,9 @@ func (c *Core) suspend(ctx context.Context, e *entry, op *operation, a capturing
 // what comes behind it. Only a change that failed is an error.
 func (c *Core) commitAs(ctx context.Context, e *entry, op *operation, a capturing, sealed shim.CaptureReport) (HibernateReport, error) {
 	if a.goOn {
-		return c.commitGoOn(ctx, e, sealed, a.begun)
+		return c.commitGoOn(ctx, e, sealed, a.beginning)
 	}
-	before, err := c.commit(ctx, e, sealed, a.begun)
+	before, err := c.commit(ctx, e, sealed, a.beginning)
 	if err != nil {
 		return HibernateReport{}, err
 	}
@@ -154,17 +222,12 @@ func (c *Core) capture(ctx context.Context, e *entry) (shim.CaptureReport, error
 	return report, failpoint.Hit(ctx, fpHibernateSealed)
 }
 
-// hibernateReport returns the report of a capture, as far as it is known.
-func hibernateReport(sealed shim.CaptureReport) HibernateReport {
-	return HibernateReport{PauseMS: sealed.PauseMS, Phases: sealed.Phases, Warnings: sealed.Warnings, WorkingSet: sealed.WorkingSet}
-}
-
 // commit passes the commit point of a hibernation whose snapshot is sealed, and
 // returns the record that the sandbox had before. Only a change that
 // failed is an error. The machine is to leave then.
-func (c *Core) commit(ctx context.Context, e *entry, sealed shim.CaptureReport, begun time.Time) (before record, err error) {
+func (c *Core) commit(ctx context.Context, e *entry, sealed shim.CaptureReport, begun beginning) (before record, err error) {
 	before = e.rec
-	report := hibernateReport(sealed)
+	report := begun.report(sealed)
 	committing := time.Now()
 	err = c.change(ctx, e, func(r *record) {
 		r.State = StateStandby
@@ -176,7 +239,7 @@ func (c *Core) commit(ctx context.Context, e *entry, sealed shim.CaptureReport, 
 	}
 	// What the commit took is known behind it. The next change records it.
 	done := report.with("commit", since(committing))
-	done.TotalMS = since(begun)
+	done.TotalMS = since(begun.at)
 	e.mu.Lock()
 	e.rec.LastHibernate = &done
 	e.mu.Unlock()
@@ -228,10 +291,10 @@ func (c *Core) hit(ctx context.Context, e *entry, name string) {
 func (c *Core) commitLate(ctx context.Context, e *entry, sealed shim.CaptureReport, alive bool) error {
 	sealed = lateReport(sealed)
 	if e.rec.GoOn && alive {
-		_, err := c.commitGoOn(ctx, e, sealed, time.Now())
+		_, err := c.commitGoOn(ctx, e, sealed, beginning{at: time.Now()})
 		return err
 	}
-	before, err := c.commit(ctx, e, sealed, time.Now())
+	before, err := c.commit(ctx, e, sealed, beginning{at: time.Now()})
 	if err == nil {
 		c.leave(ctx, e, false, before)
 	}

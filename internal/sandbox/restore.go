@@ -44,7 +44,7 @@ func (c *Core) restore(ctx context.Context, e *entry, op *operation, name string
 	wakes := e.rec.State != StateStandby
 	if e.rec.State == StateRunning {
 		// One commit makes it standby and keeps what it was: whatever happens then, nothing is lost.
-		if _, err := c.suspend(ctx, e, op, capturing{keep: keep, noPark: true, begun: time.Now()}); err != nil {
+		if _, err := c.suspend(ctx, e, op, capturing{beginning: beginning{trigger: TriggerRestore, at: time.Now()}, keep: keep, noPark: true}); err != nil {
 			return "", err
 		}
 		kept = keep.Name
