@@ -16,7 +16,7 @@ import (
 )
 
 // TestKillAtEveryStep kills the daemon or the shim at each named step of
-// create, hibernate, resume and delete, starts the daemon again and checks that
+// create, hibernate, resume, checkpoint, fork, restore and delete, starts the daemon again and checks that
 // the last acknowledged state is there, that nothing half-written shows and
 // that no VMM is left.
 func TestKillAtEveryStep(t *testing.T) {
@@ -41,7 +41,8 @@ func TestKillAtEveryStep(t *testing.T) {
 				b, err := os.ReadFile(reachedLog)
 				return err == nil && len(b) > 0
 			}
-			for _, step := range [][]string{{"resume", id}, {"hibernate", id}, {"resume", id}, {"hibernate", id}, {"create", "base", "--memory", "512"}, {"rm", "--force"}, {"create", "base", "--memory", "640"}} {
+			for _, step := range [][]string{{"resume", id}, {"hibernate", id}, {"resume", id}, {"hibernate", id}, {"create", "base", "--memory", "512"}, {"rm", "--force"}, {"create", "base", "--memory", "640"},
+				{"resume", id}, {"checkpoint", "create", id, "here"}, {"fork", id}, {"restore", id, "here"}} {
 				if step[0] == "rm" {
 					if victim == "" {
 						continue
@@ -91,6 +92,7 @@ func TestKillAtEveryStep(t *testing.T) {
 					d.Hib("rm", "--force", sb.ID)
 				}
 			}
+			d.Try("checkpoint", "rm", id, "here")
 			if n := len(d.Shims()); n != 1 {
 				t.Errorf("%d machines run, want 1", n)
 			}
