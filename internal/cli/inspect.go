@@ -40,6 +40,12 @@ func runInspect(ctx context.Context, a *app, id string) error {
 		[]string{"Memory", strconv.Itoa(sb.MemoryMiB) + " MiB"},
 		[]string{"CPUs", strconv.Itoa(sb.CPUs)},
 		[]string{"Labels", or(pairs(sb.Labels))})
+	if sb.ForkedFrom != "" {
+		rows = append(rows, []string{"Forked from", sb.ForkedFrom})
+	}
+	if sb.Checkpoints > 0 {
+		rows = append(rows, []string{"Checkpoints", strconv.Itoa(sb.Checkpoints)})
+	}
 	if x := sb.Activity; x != nil {
 		rows = append(rows, []string{"Activity", activityLine(x)})
 		for _, p := range x.KeepAwake {
