@@ -52,12 +52,13 @@ func Main(log *slog.Logger) error {
 		log.Warn("processes run without a cgroup and will not be frozen", "err", err)
 		cgroup = -1
 	}
-	a := New(Config{System: NewSystem(), Log: log, Cgroup: cgroup})
+	a := New(Config{System: NewSystem(), Log: log, Cgroup: cgroup, Cgroups: cgroupRoot})
 	signal.Notify(a.spawner.exits, unix.SIGCHLD)
 	go a.spawner.reapOrphans()
 	// The first process takes no orders from those in the guest. Ignored signals
 	// would stay ignored in every process that it starts; those that are caught do not.
-	signal.Notify(make(chan os.Signal, 1), unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
+	// Uncaught, some of them would end the agent, and the machine with it.
+	signal.Notify(make(chan os.Signal, 1), deafTo()...)
 
 	// First the calls: who finds HTTP need not look for them again.
 	ctx, n := context.Background(), readNetwork()
@@ -72,6 +73,19 @@ func Main(log *slog.Logger) error {
 	}
 	log.Info("the agent serves", "address", l.Addr().String())
 	return a.Serve(ctx, l)
+}
+
+// deafTo returns the signals that the agent takes no notice of: all that can be
+// caught, but those that the runtime and the reaper need.
+func deafTo() (all []os.Signal) {
+	for n := unix.Signal(1); n <= 64; n++ {
+		switch n {
+		case unix.SIGKILL, unix.SIGSTOP, unix.SIGCHLD, unix.SIGURG:
+		default:
+			all = append(all, n)
+		}
+	}
+	return all
 }
 
 // Boot makes a running system of an initramfs: devices, the base image with a

@@ -159,7 +159,7 @@ func TestControlCallsNeedTheToken(t *testing.T) {
 		if !errors.Is(err, guestapi.ErrUnauthorized) {
 			t.Errorf("freeze with %q: %v", token, err)
 		}
-		if err := g.control.Thaw(ctx, token, guestapi.ThawRequest{Attempt: 1}); !errors.Is(err, guestapi.ErrUnauthorized) {
+		if _, err := g.control.Thaw(ctx, token, guestapi.ThawRequest{Attempt: 1}); !errors.Is(err, guestapi.ErrUnauthorized) {
 			t.Errorf("thaw with %q: %v", token, err)
 		}
 	}
@@ -185,7 +185,7 @@ func TestFreezeAndThaw(t *testing.T) {
 	}
 	thaw := func(attempt uint64) {
 		t.Helper()
-		if err := g.control.Thaw(ctx, "token", guestapi.ThawRequest{Attempt: attempt}); err != nil {
+		if _, err := g.control.Thaw(ctx, "token", guestapi.ThawRequest{Attempt: attempt}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -272,7 +272,7 @@ func TestStartWaitsWhileFrozen(t *testing.T) {
 	if err != nil || len(list.Msg.Processes) != 0 {
 		t.Fatalf("%v, %v", list, err)
 	}
-	if err := g.control.Thaw(ctx, "token", guestapi.ThawRequest{Attempt: 1}); err != nil {
+	if _, err := g.control.Thaw(ctx, "token", guestapi.ThawRequest{Attempt: 1}); err != nil {
 		t.Fatal(err)
 	}
 	if err := <-started; err != nil {
