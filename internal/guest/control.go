@@ -368,7 +368,7 @@ func (c *controller) freeze(in call, req guestapi.FreezeRequest) (guestapi.Freez
 	if req.Attempt == 0 || req.Deadline <= 0 || req.Deadline > maxDeadline {
 		return guestapi.FreezeResponse{}, fmt.Errorf("%w: attempt %d with deadline %v", errBadRequest, req.Attempt, req.Deadline)
 	}
-	if req.Attempt <= c.thawed || req.Attempt < c.frozen {
+	if req.Attempt <= c.thawed || req.Attempt < c.frozen || req.Generation != 0 && req.Generation != c.generation {
 		return guestapi.FreezeResponse{}, errThawed
 	}
 	s := newSteps()

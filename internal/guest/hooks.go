@@ -350,17 +350,13 @@ func (r *hookRunner) command(h guestapi.Hook, o occasion) (command, error) {
 	if err != nil {
 		return command{}, err
 	}
-	argv := h.Command
-	if h.Script != "" {
-		argv = []string{"/bin/sh", "-c", h.Script, "hook"}
-	}
 	env := map[string]string{}
 	for _, layer := range []map[string]string{h.Env, o.env()} {
 		for k, v := range layer {
 			env[k] = v
 		}
 	}
-	return resolveCommand(&processpb.ProcessConfig{Cmd: argv[0], Args: argv[1:], Envs: env}, user, r.env())
+	return resolveCommand(&processpb.ProcessConfig{Cmd: h.Command[0], Args: h.Command[1:], Envs: env}, user, r.env())
 }
 
 // await waits for the hook's end. When ctx ends first, it and all that it

@@ -3,7 +3,9 @@ package guest
 import (
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -56,11 +58,11 @@ func (g *hookGuest) freeze(t *testing.T, attempt uint64, hooks ...guestapi.Hook)
 }
 
 func pre(name, script string) guestapi.Hook {
-	return guestapi.Hook{Name: name, Event: guestapi.EventPreHibernate, Script: script}
+	return guestapi.Hook{Name: name, Event: guestapi.EventPreHibernate, Command: []string{"sh", "-c", script}}
 }
 
 func post(name, script string) guestapi.Hook {
-	return guestapi.Hook{Name: name, Event: guestapi.EventPostResume, Script: script}
+	return guestapi.Hook{Name: name, Event: guestapi.EventPostResume, Command: []string{"sh", "-c", script}}
 }
 
 func TestHooksOfTheImageRunInTheirOrder(t *testing.T) {
@@ -145,7 +147,7 @@ func TestHooksThatMisbehave(t *testing.T) {
 		"fails":      {"exit 9", func(r guestapi.HookResult) bool { return r.ExitCode == 9 }},
 		"hangs":      {"sleep 100", func(r guestapi.HookResult) bool { return r.TimedOut && r.Signal == "SIGKILL" }},
 		"kills":      {"kill -9 $$", func(r guestapi.HookResult) bool { return r.Signal == "SIGKILL" && !r.TimedOut }},
-		"leaves":     {"sleep 100 & echo left", func(r guestapi.HookResult) bool { return r.ExitCode == 0 && r.Output == "left\n" }},
+		"leaves":     {"sleep 100 & echo $! >pid; echo left", func(r guestapi.HookResult) bool { return r.ExitCode == 0 && r.Output == "left\n" }},
 		"is no text": {`printf '\033[2J\377'`, func(r guestapi.HookResult) bool { return r.Output == "?[2J?" }},
 		"prints": {"head -c 100000000 /dev/zero; echo; echo end", func(r guestapi.HookResult) bool {
 			return r.ExitCode == 0 && strings.HasSuffix(r.Output, "\nend\n") && len(r.Output) < guestapi.MaxHookOutput+100 &&
@@ -155,7 +157,13 @@ func TestHooksThatMisbehave(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			g := newHookGuest(t)
-			h := pre("bad", c.script)
+			h := pre("bad", "cd "+g.dir+"; "+c.script)
+			t.Cleanup(func() {
+				if pid, err := os.ReadFile(filepath.Join(g.dir, "pid")); err == nil {
+					n, _ := strconv.Atoi(strings.TrimSpace(string(pid)))
+					_ = syscall.Kill(n, syscall.SIGKILL)
+				}
+			})
 			if name == "hangs" || name == "prints on" {
 				h.Timeout = 200 * time.Millisecond
 			} else {

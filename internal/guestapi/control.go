@@ -84,7 +84,13 @@ type FreezeRequest struct {
 	Deadline time.Duration `json:"deadline"`           // nanoseconds of guest time, from the arrival of the call
 	Reason   string        `json:"reason,omitempty"`   // for hooks: ReasonHibernate, which is the default, or ReasonCheckpoint
 	Snapshot string        `json:"snapshot,omitempty"` // that is to be made, for hooks
-	Hooks    []Hook        `json:"hooks,omitempty"`    // of the sandbox
+
+	// Generation is the one that the guest runs at. A call that was under way when
+	// a snapshot was taken, and comes to the guest in its next life, is refused.
+	// 0: of a host of before.
+	Generation uint64 `json:"generation,omitempty"`
+
+	Hooks []Hook `json:"hooks,omitempty"` // of the sandbox
 }
 
 // FreezeResponse reports what the agent did.

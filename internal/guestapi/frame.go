@@ -213,6 +213,7 @@ func EncodeFreeze(op Operation, token string, req FreezeRequest) []byte {
 	if op == OpFreezeHooks {
 		e.text(req.Reason)
 		e.text(req.Snapshot)
+		e.uint64(req.Generation)
 		e.text(encodeList(req.Hooks))
 	}
 	return e.frame()
@@ -241,7 +242,7 @@ func DecodeCall(b []byte) (Call, error) {
 		c.Token = d.text()
 		c.Freeze = FreezeRequest{Attempt: d.uint64(), Deadline: time.Duration(d.uint64())}
 		if c.Operation == OpFreezeHooks {
-			c.Freeze.Reason, c.Freeze.Snapshot = d.text(), d.text()
+			c.Freeze.Reason, c.Freeze.Snapshot, c.Freeze.Generation = d.text(), d.text(), d.uint64()
 			c.Freeze.Hooks = decodeList[Hook](d)
 		}
 	default:

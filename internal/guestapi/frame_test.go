@@ -44,7 +44,7 @@ func initCall() guestapi.InitRequest {
 func someHooks() []guestapi.Hook {
 	return []guestapi.Hook{
 		{Name: "a", Event: guestapi.EventPreHibernate, Command: []string{"/bin/true"}, Timeout: time.Second},
-		{Name: "b", Event: guestapi.EventPostResume, Script: "echo b", User: "user", Env: map[string]string{"K": "V"}, Background: true},
+		{Name: "b", Event: guestapi.EventPostResume, Command: []string{"echo", "b"}, User: "user", Env: map[string]string{"K": "V"}, Background: true},
 	}
 }
 
@@ -59,8 +59,8 @@ func TestFrames(t *testing.T) {
 				"0100000073" + "000000000000e03f" + "01" + "0100000069" + "0100000068" + "010000006d" + "0100000063" + "0100000061" +
 				"01000000" + "010000004b" + "0100000056"},
 		"freeze": {guestapi.EncodeFreeze(guestapi.OpFreeze, "t", guestapi.FreezeRequest{Attempt: 2, Deadline: 3}), "16000000" + "02" + "0100000074" + "0200000000000000" + "0300000000000000"},
-		"freeze with hooks": {guestapi.EncodeFreeze(guestapi.OpFreezeHooks, "t", guestapi.FreezeRequest{Attempt: 2, Deadline: 3, Reason: "r", Snapshot: "s"}),
-			"24000000" + "04" + "0100000074" + "0200000000000000" + "0300000000000000" + "0100000072" + "0100000073" + "00000000"},
+		"freeze with hooks": {guestapi.EncodeFreeze(guestapi.OpFreezeHooks, "t", guestapi.FreezeRequest{Attempt: 2, Deadline: 3, Reason: "r", Snapshot: "s", Generation: 4}),
+			"2c000000" + "04" + "0100000074" + "0200000000000000" + "0300000000000000" + "0100000072" + "0100000073" + "0400000000000000" + "00000000"},
 		"init's answer": {guestapi.EncodeInitAnswer(guestapi.OpInit, guestapi.InitResponse{AgentVersion: "v", SocketsDestroyed: 2, Steps: map[string]float64{"s": 0.5}, Warnings: []string{"w"}}),
 			"24000000" + "00" + "0100000076" + "02000000" + "01000000" + "0100000073" + "000000000000e03f" + "01000000" + "0100000077"},
 		"freeze's answer": {guestapi.EncodeFreezeAnswer(guestapi.OpFreeze, guestapi.FreezeResponse{}), "09000000" + "00" + "00000000" + "00000000"},
@@ -82,7 +82,7 @@ func TestCallsAreDecoded(t *testing.T) {
 		{Operation: guestapi.OpFreeze, Token: "t", Freeze: guestapi.FreezeRequest{Attempt: math.MaxUint64, Deadline: time.Hour}},
 		{Operation: guestapi.OpInitHooks, Init: small},
 		{Operation: guestapi.OpInitHooks, Init: guestapi.InitRequest{Reason: guestapi.ReasonResume, Entropy: []byte{1}, Hooks: someHooks()}},
-		{Operation: guestapi.OpFreezeHooks, Token: "t", Freeze: guestapi.FreezeRequest{Attempt: 1, Deadline: 2, Reason: "r", Snapshot: "s", Hooks: someHooks()}},
+		{Operation: guestapi.OpFreezeHooks, Token: "t", Freeze: guestapi.FreezeRequest{Attempt: 1, Deadline: 2, Reason: "r", Snapshot: "s", Generation: 9, Hooks: someHooks()}},
 	} {
 		b := guestapi.EncodeInit(want.Operation, want.Token, want.Init)
 		if want.Operation == guestapi.OpFreeze || want.Operation == guestapi.OpFreezeHooks {
@@ -158,15 +158,14 @@ func TestHooksAreChecked(t *testing.T) {
 		"slash":       func(h *guestapi.Hook) { h.Name = "a/b" },
 		"escape":      func(h *guestapi.Hook) { h.Name = "a\x1b" },
 		"event":       func(h *guestapi.Hook) { h.Event = "never" },
-		"nothing":     func(h *guestapi.Hook) { h.Script = "" },
-		"both":        func(h *guestapi.Hook) { h.Command = []string{"x"} },
+		"nothing":     func(h *guestapi.Hook) { h.Command = nil },
 		"background":  func(h *guestapi.Hook) { h.Event, h.Background = guestapi.EventPreHibernate, true },
 		"time-out":    func(h *guestapi.Hook) { h.Timeout = time.Hour },
 		"negative":    func(h *guestapi.Hook) { h.Timeout = -1 },
-		"NUL":         func(h *guestapi.Hook) { h.Script = "a\x00" },
+		"NUL":         func(h *guestapi.Hook) { h.Command = []string{"a\x00"} },
 		"environment": func(h *guestapi.Hook) { h.Env = map[string]string{"A=B": ""} },
 	} {
-		h := guestapi.Hook{Name: "n", Event: guestapi.EventPostResume, Script: "true"}
+		h := guestapi.Hook{Name: "n", Event: guestapi.EventPostResume, Command: []string{"true"}}
 		if err := guestapi.CheckHook(h); err != nil {
 			t.Fatal(err)
 		}

@@ -41,8 +41,7 @@ const (
 type Hook struct {
 	Name       string            `json:"name"`                 // for reports
 	Event      string            `json:"event"`                // EventPreHibernate or EventPostResume
-	Command    []string          `json:"command,omitempty"`    // a program and its arguments, or
-	Script     string            `json:"script,omitempty"`     // text for /bin/sh -c
+	Command    []string          `json:"command"`              // a program and its arguments
 	User       string            `json:"user,omitempty"`       // "": root
 	Timeout    time.Duration     `json:"timeout,omitempty"`    // nanoseconds; 0: the default; at most MaxHookTimeout
 	Env        map[string]string `json:"env,omitempty"`        // on top of the sandbox's
@@ -101,14 +100,14 @@ func CheckHook(h Hook) error {
 		return fail("its name must have 1 to 64 printable characters and no slash")
 	case h.Event != EventPreHibernate && h.Event != EventPostResume:
 		return fail("unknown event %q: %s or %s", h.Event, EventPreHibernate, EventPostResume)
-	case (len(h.Command) == 0) == (h.Script == ""):
-		return fail("it needs either a command or a script")
+	case len(h.Command) == 0 || h.Command[0] == "":
+		return fail("it has no command")
 	case h.Background && h.Event != EventPostResume:
 		return fail("only %s hooks run in the background", EventPostResume)
 	case h.Timeout < 0 || h.Timeout > MaxHookTimeout:
 		return fail("a time-out of %v is not within 0 and %v", h.Timeout, MaxHookTimeout)
 	}
-	for _, word := range append([]string{h.Script, h.User}, h.Command...) {
+	for _, word := range append([]string{h.User}, h.Command...) {
 		if strings.ContainsRune(word, 0) {
 			return fail("there is a NUL byte in it")
 		}

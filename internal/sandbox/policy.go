@@ -122,9 +122,8 @@ func DefaultPolicy() Policy {
 // Bounds of a policy.
 const (
 	minPeriod      = time.Second // of all that comes again and again
-	maxHooks       = 32
-	maxHookTimeout = time.Minute
-	hookTimeout    = 5 * time.Second
+	maxHooks       = guestapi.MaxHooks
+	maxHookTimeout = guestapi.MaxHookTimeout
 	maxHookText    = 16 << 10
 	maxKeep        = 100
 	defaultKeep    = 6
@@ -155,7 +154,10 @@ func (p *Policy) complete() {
 	p.Public = slices.Compact(slices.Sorted(slices.Values(p.Public)))
 	p.Hooks = slices.Clone(p.Hooks)
 	for i := range p.Hooks {
-		p.Hooks[i].Timeout = cmp.Or(p.Hooks[i].Timeout, hookTimeout)
+		if p.Hooks[i].Background {
+			p.Hooks[i].Timeout = cmp.Or(p.Hooks[i].Timeout, guestapi.BackgroundHookTimeout)
+		}
+		p.Hooks[i].Timeout = cmp.Or(p.Hooks[i].Timeout, guestapi.DefaultHookTimeout)
 	}
 }
 
