@@ -62,17 +62,37 @@ func Main(log *slog.Logger) error {
 
 	// First the calls: who finds HTTP need not look for them again.
 	ctx, n := context.Background(), readNetwork()
-	if c, err := listenForCalls(a.control, netip.AddrPortFrom(n.address.Addr(), guestapi.CallPort), n.gateway); err != nil {
-		log.Warn("calls are taken over HTTP alone", "err", err)
-	} else {
-		go func() { warn(log, "go on to serve calls", c.serve(ctx)) }()
-	}
-	l, err := listen(ctx)
-	if err != nil {
+	go func() { warn(log, "keep the network up", n.keep(ctx, log)) }()
+	at := netip.AddrPortFrom(n.address.Addr(), guestapi.CallPort)
+	c, err := listenForCalls(a.control, at, n.gateway)
+	warn(log, "take calls as frames", err)
+	go again(log, "go on to serve calls", func() (err error) {
+		if c == nil {
+			if c, err = listenForCalls(a.control, at, n.gateway); err != nil {
+				return err
+			}
+		}
+		err, c = c.serve(ctx), nil
 		return err
+	})
+	again(log, "serve", func() error {
+		l, err := listen(ctx)
+		if err != nil {
+			return err
+		}
+		log.Info("the agent serves", "address", l.Addr().String())
+		return a.Serve(ctx, l)
+	})
+	return nil
+}
+
+// again does for ever what ends only when a program in the guest makes it: a
+// user may close any socket, and the machine must not end with it.
+func again(log *slog.Logger, what string, do func() error) {
+	for {
+		warn(log, what, do())
+		time.Sleep(time.Second)
 	}
-	log.Info("the agent serves", "address", l.Addr().String())
-	return a.Serve(ctx, l)
 }
 
 // deafTo returns the signals that the agent takes no notice of: all that can be

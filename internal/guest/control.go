@@ -207,6 +207,9 @@ func (c *controller) init(in call, req guestapi.InitRequest) (guestapi.InitRespo
 		s.do("identity", func() error { return c.system.SetIdentity(id.ID, id.Hostname, id.MachineID) })
 		c.identify(id)
 	}
+	if isCopy(req.Reason) {
+		s.do("boot_id", c.system.RenewBootID)
+	}
 	if resetsSockets(req.Reason) {
 		s.do("sockets", func() (err error) {
 			resp.SocketsDestroyed, err = c.system.DestroySockets(in.flow)
@@ -313,6 +316,16 @@ func (r *initRecord) matches(req guestapi.InitRequest) bool {
 		id = req.Identity.ID
 	}
 	return r.generation == req.Generation && r.reason == req.Reason && r.id == id
+}
+
+// isCopy says if there may be another guest with the same past: ids that are
+// made of the boot's must differ. A resume is no boot.
+func isCopy(reason string) bool {
+	switch reason {
+	case guestapi.ReasonCreate, guestapi.ReasonFork, guestapi.ReasonRestore:
+		return true
+	}
+	return false
 }
 
 // resetsSockets says if connections from before cannot go on: after a cancelled

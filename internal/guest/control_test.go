@@ -42,10 +42,10 @@ func TestInitActsInItsOrder(t *testing.T) {
 		identity *guestapi.Identity
 		want     string
 	}{
-		{guestapi.ReasonCreate, identity(), "clock entropy identity sockets publish thaw"},
-		{guestapi.ReasonFork, identity(), "clock entropy identity sockets publish thaw"},
+		{guestapi.ReasonCreate, identity(), "clock entropy identity boot_id sockets publish thaw"},
+		{guestapi.ReasonFork, identity(), "clock entropy identity boot_id sockets publish thaw"},
 		{guestapi.ReasonResume, nil, "clock entropy sockets publish thaw"},
-		{guestapi.ReasonRestore, nil, "clock entropy sockets publish thaw"},
+		{guestapi.ReasonRestore, nil, "clock entropy boot_id sockets publish thaw"},
 		{guestapi.ReasonCancelled, nil, "clock entropy publish thaw"},
 	} {
 		t.Run(c.reason, func(t *testing.T) {
