@@ -54,8 +54,12 @@ type record struct {
 	Metadata *snapshot.Metadata `json:"metadata,omitempty"` // of Snapshot, without its control token
 	Fresh    bool               `json:"fresh,omitempty"`    // Snapshot is the template's base: a resume gives it an identity
 
-	WentBack      time.Time        `json:"went_back,omitzero"` // when it was last resumed by itself from its last snapshot
-	LastUsed      time.Time        `json:"last_used,omitzero"` // when it last came to standby or to running
+	Usage         Usage            `json:"usage,omitzero"`         // until Since
+	Since         time.Time        `json:"since,omitzero"`         // when it came to be awake, asleep or in between
+	TimeoutFrom   time.Duration    `json:"timeout_from,omitempty"` // what Usage.Awake was when the policy's timeout began to count
+	Told          map[string]told  `json:"told,omitempty"`         // limit → what was told of it
+	WentBack      time.Time        `json:"went_back,omitzero"`     // when it was last resumed by itself from its last snapshot
+	LastUsed      time.Time        `json:"last_used,omitzero"`     // when it last came to standby or to running
 	LastHibernate *HibernateReport `json:"last_hibernate,omitempty"`
 	LastResume    *ResumeReport    `json:"last_resume,omitempty"`
 }
@@ -139,6 +143,8 @@ type Sandbox struct {
 	LastHibernate   *HibernateReport
 	LastResume      *ResumeReport
 	Replication     *Replication // of Snapshot; nil without a remote store
+	Usage           Usage        // up to now
+	Next            *Due         // what its limits do to it next, nil: nothing
 	Parked          bool         // in standby, its paused VMM is kept
 }
 
@@ -164,7 +170,7 @@ type Snapshot struct {
 
 // HibernateReport says how a hibernation went. Phases maps a name to
 // milliseconds: those of the capture (freeze, pause, state, scan, write),
-// commit and release.
+// commit and, once that is done, park or release.
 type HibernateReport struct {
 	TotalMS  float64            `json:"total_ms"` // until the commit
 	PauseMS  float64            `json:"pause_ms"` // from the pause to the seal
@@ -200,6 +206,8 @@ func (rec *record) view() Sandbox {
 		Labels: maps.Clone(rec.Labels), Env: maps.Clone(rec.Env),
 		Policy: rec.Policy,
 	}
+	now := time.Now()
+	s.Usage, s.Next = rec.usedAt(now), rec.next(now)
 	if rec.State == StateFailed {
 		s.Reason = rec.Reason
 	}

@@ -52,6 +52,9 @@ func (c *Core) Resume(ctx context.Context, id string, o ResumeOptions) (Sandbox,
 		return Sandbox{}, err
 	}
 	err = c.run(ctx, e, opStart, func(ctx context.Context, _ *operation) error {
+		if err := c.drained(); err != nil && e.rec.State != StateRunning {
+			return err
+		}
 		if e.rec.State == StateFailed {
 			return c.resume(ctx, e, o)
 		}
@@ -87,7 +90,7 @@ func (c *Core) resume(ctx context.Context, e *entry, o ResumeOptions) error {
 		}
 		from = originFresh
 	}
-	if err := c.admit(e.id, "sandbox "+e.id, e.rec.Shape); err != nil {
+	if err := c.admit(ctx, e.id, "sandbox "+e.id, e.rec.Shape); err != nil {
 		return err
 	}
 	begun := time.Now()
@@ -99,6 +102,9 @@ func (c *Core) resume(ctx context.Context, e *entry, o ResumeOptions) error {
 	err := c.change(ctx, e, func(r *record) {
 		r.State = StateResuming
 		r.Generation = nextGeneration(r)
+		if t := r.Policy.Timeout; t.After > 0 && r.Usage.Awake-r.TimeoutFrom >= t.After {
+			r.TimeoutFrom = r.Usage.Awake // it is used up: whoever wakes it gets it anew
+		}
 		if from == originPool {
 			r.bind(e.vm.Handle())
 		}

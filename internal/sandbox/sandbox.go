@@ -33,6 +33,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hibernacle/hibernacle/internal/shim"
@@ -112,6 +113,8 @@ type Core struct {
 	pool      *pool
 	shrinking sync.Mutex // held while parked machines are ended for room
 	compactor compactor
+	limits    limits
+	draining  atomic.Bool
 	storeTurn sync.Mutex    // held while snapshots are deleted
 	closing   chan struct{} // closed by Close
 
@@ -145,6 +148,7 @@ func New(ctx context.Context, cfg Config) (*Core, error) {
 	c.trash.kick = make(chan struct{}, 1)
 	c.pool = newPool(cfg.Pool, cfg.PoolDelay, c.log, c.startPooled, c.endPooled)
 	c.compactor.init()
+	c.limits.init()
 	err := c.checkHost(ctx)
 	if err == nil {
 		err = c.loadTemplates(ctx)
@@ -168,6 +172,7 @@ func New(ctx context.Context, cfg Config) (*Core, error) {
 	}
 	c.seedPool()
 	c.restDone.Go(c.compactAll)
+	c.restDone.Go(c.keepLimits)
 	return c, nil
 }
 
@@ -301,6 +306,9 @@ func (c *Core) awake(ctx context.Context, e *entry) (VM, error) {
 	for {
 		if vm := e.ready(); vm != nil {
 			return vm, nil
+		}
+		if err := c.drained(); err != nil {
+			return nil, err
 		}
 		e.interrupt(errRequest)
 		if err := c.run(ctx, e, opStart, func(ctx context.Context, _ *operation) error { return c.wake(ctx, e, ResumeOptions{}) }); err != nil {
