@@ -63,6 +63,9 @@ type VM interface {
 	Capture(ctx context.Context, req shim.CaptureRequest) (shim.CaptureReport, error)
 	Thaw(ctx context.Context, req shim.ThawRequest) error
 
+	// Hooks returns the results of hooks that came with no report, each once.
+	Hooks(ctx context.Context, req shim.HooksRequest) (shim.HooksReport, error)
+
 	// Park keeps a sealed machine paused. Idempotent. Unpark lets it go on; after
 	// an error it can only be ended.
 	Park(ctx context.Context, req shim.ParkRequest) (shim.ParkReport, error)

@@ -100,9 +100,9 @@ func (c *Client) Thaw(ctx context.Context, req ThawRequest) error {
 
 // Hooks returns the results of hooks that no report had so far, each once. A
 // shim of before hooks answers with none.
-func (c *Client) Hooks(ctx context.Context) (HooksReport, error) {
+func (c *Client) Hooks(ctx context.Context, req HooksRequest) (HooksReport, error) {
 	var r HooksReport
-	err := c.added(ctx, "hooks", struct{}{}, &r)
+	err := c.added(ctx, "hooks", req, &r)
 	if errors.Is(err, ErrUnknown) {
 		return HooksReport{}, nil
 	}

@@ -84,7 +84,10 @@ func (h *host) takeHooks() []guestapi.HookResult {
 
 // collectHooks returns the results that no report had so far. Those that an
 // agent has which does not answer are left with it.
-func (h *host) collectHooks(ctx context.Context) (HooksReport, error) {
+func (h *host) collectHooks(ctx context.Context, req HooksRequest) (HooksReport, error) {
+	if req.KeptOnly {
+		return HooksReport{Hooks: h.takeHooks()}, nil
+	}
 	end, err := h.begin(ctx, PhaseRunning)
 	if err != nil {
 		return HooksReport{}, err

@@ -208,6 +208,11 @@ type ThawRequest struct {
 	Attempt uint64 `json:"attempt"`
 }
 
+// HooksRequest asks for results of hooks.
+type HooksRequest struct {
+	KeptOnly bool `json:"kept_only,omitempty"` // those that the shim has: the guest is not asked
+}
+
 // HooksReport has the results of hooks that no other report had: those of the
 // background, and those of hibernations that were cancelled.
 type HooksReport struct {

@@ -364,6 +364,7 @@ func (d *Daemon) Config() sandbox.Config {
 		Catalog: catalogPort{d}, Launcher: launcher{d}, Snapshots: repository{d}, Keys: keys{d}, Builder: builder{d},
 		TemplatesDir: filepath.Join(d.w.Dir, "templates"),
 		Console:      func(name string) string { return filepath.Join(d.w.Dir, name+".log") },
+		HookLog:      func(id string) string { return filepath.Join(d.w.Dir, id+".hooks") },
 		StepTimeout:  10 * time.Second, RetryDelay: time.Millisecond, PoolDelay: time.Millisecond, CollectDelay: 5 * time.Millisecond,
 	}
 }
