@@ -26,8 +26,8 @@ func newLogsCommand(a *app) *cobra.Command {
 		},
 	}
 	cmd.Flags().BoolVar(&hooks, "hooks", false, "show how its hooks ran, and what they printed, instead")
-	cmd.MarkFlagsMutuallyExclusive("hooks", "follow")
 	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with what is printed from now on")
+	cmd.MarkFlagsMutuallyExclusive("hooks", "follow")
 	return cmd
 }
 

@@ -232,9 +232,7 @@ func (c *Core) conclude(ctx context.Context, e *entry, cancelled bool) error {
 	if err := c.thaw(ctx, e, attempt); err != nil {
 		return err
 	}
-	if report, err := e.vm.Hooks(ctx, shim.HooksRequest{KeptOnly: true}); err == nil { // else they are had later
-		c.logHooks(e, report.Hooks)
-	}
+	c.keptHooks(ctx, e)
 	c.trash.add(pending)
 	return nil
 }

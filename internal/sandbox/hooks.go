@@ -133,6 +133,17 @@ func (c *Core) collectHooks(ctx context.Context, e *entry) {
 	}
 }
 
+// keptHooks logs the hooks of a hibernation that was cancelled. A guest that
+// ended has none, and what cannot be had now comes with the next report.
+func (c *Core) keptHooks(ctx context.Context, e *entry) {
+	if e.vm == nil {
+		return
+	}
+	if report, err := e.vm.Hooks(ctx, shim.HooksRequest{KeptOnly: true}); err == nil {
+		c.logHooks(e, report.Hooks)
+	}
+}
+
 // readHookLog adds what a log holds to runs. A line that is not whole, as a full
 // disk leaves it, is passed over.
 func readHookLog(path string, runs []HookRun) ([]HookRun, error) {
