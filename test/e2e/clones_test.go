@@ -39,6 +39,8 @@ func TestClonesDiffer(t *testing.T) {
 			"cat /etc/machine-id",
 			"hostname",
 			"cat /proc/sys/kernel/random/uuid",
+			"cat /proc/sys/kernel/random/boot_id",
+			"cat /run/hib/id",
 		} {
 			got := d.Shell(id, what)
 			if got == "" {
