@@ -43,7 +43,7 @@ func TestAgentsGuide(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"pre-hibernate note, reason hibernate: done", "post-resume 10-clock, reason resume: done", "resume at ", "secret-of-"} {
+	for _, want := range []string{"pre-hibernate note, reason hibernate: done", "post-resume 10-clock, reason resume: ", "warm", "secret-of-"} {
 		if !strings.Contains(string(out), want) {
 			t.Errorf("the commands printed no %q", want)
 		}
