@@ -79,7 +79,7 @@ func (c *Core) Create(ctx context.Context, o CreateOptions) (Sandbox, error) {
 	rec := record{
 		Version: recordVersion, ID: newID(), Name: o.Name, Template: o.Template, TemplateVersion: v.Number, Shape: shape,
 		Labels: o.Labels, Env: o.Env, Policy: policy,
-		AccessToken: newToken(), CreatedAt: time.Now().UTC(), State: StateCreating,
+		AccessToken: newToken(), TrafficToken: newToken(), CreatedAt: time.Now().UTC(), State: StateCreating,
 	}
 	if !o.ColdBoot {
 		b, err := c.base(ctx, o.Template, v.Number, shape)

@@ -16,18 +16,22 @@ type entry struct {
 	turn chan struct{} // holds a token while an operation has its turn
 
 	// What mu guards is written only by the operation whose turn it is, but for
-	// op.late, doomed and dials.
+	// op.late, doomed, dials, leases, sessions and idle.
 	mu        sync.Mutex
 	rec       record
 	rev       uint64 // of rec in the catalog, 0: not there yet
 	vm        VM     // of the shim that rec.Handle names, nil if there is none or it is not connected
 	unwatch   context.CancelFunc
-	parked    *parked    // vm is parked; nil otherwise
-	op        *operation // the one whose turn it is
-	doomed    int        // deletions that wait for their turn
-	dials     int        // requests that want to connect: while there is one, no hibernation is committed
-	unsettled bool       // rec may not be what the catalog has, or its state has no operation that goes on with it
-	retrying  bool       // somebody tries to settle it
+	parked    *parked       // vm is parked; nil otherwise
+	op        *operation    // the one whose turn it is
+	doomed    int           // deletions that wait for their turn
+	dials     int           // requests that want to connect: while there is one, no hibernation is committed
+	slept     chan struct{} // closed when the guest of now no longer runs; nil: nobody asked
+	leases    map[*Lease]struct{}
+	sessions  int
+	idle      idleWatch
+	unsettled bool // rec may not be what the catalog has, or its state has no operation that goes on with it
+	retrying  bool // somebody tries to settle it
 	gone      bool
 }
 
@@ -48,6 +52,8 @@ type operation struct {
 	late   bool          // behind the point up to which it may be cancelled
 	done   chan error    // what its caller is told
 	ended  chan struct{} // closed once the turn is given back
+
+	spontaneous bool // a hibernation that nobody asked for: a lease cancels it
 }
 
 // answer tells the caller how the operation went. One that goes on without
@@ -68,6 +74,8 @@ func (e *entry) view() Sandbox {
 	defer e.mu.Unlock()
 	s := e.rec.view()
 	s.Parked = e.parked != nil
+	s.Leases = e.heldNow(time.Now())
+	s.Leases = s.Leases[:min(len(s.Leases), maxLeasesSeen)]
 	return s
 }
 
@@ -120,6 +128,16 @@ func (e *entry) wanted() bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.dials > 0
+}
+
+// sleep returns what is closed when the guest that runs now no longer does.
+func (e *entry) sleep() <-chan struct{} {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.slept == nil {
+		e.slept = make(chan struct{})
+	}
+	return e.slept
 }
 
 // attach makes vm the entry's machine.
@@ -244,6 +262,7 @@ func (c *Core) finish(e *entry, op *operation) {
 		c.restDone.Add(1)
 	}
 	e.mu.Unlock()
+	c.watchIdle(e)
 	<-e.turn
 	close(op.ended)
 	if retry {
@@ -306,6 +325,10 @@ func (c *Core) change(ctx context.Context, e *entry, mutate func(*record)) error
 	portable := next.Snapshot != e.rec.Snapshot || !next.LastUsed.Equal(e.rec.LastUsed) || next.Name != e.rec.Name
 	e.mu.Lock()
 	e.rec, e.rev = next, rev
+	if e.slept != nil && next.State != StateRunning && next.State != StateHibernating {
+		close(e.slept)
+		e.slept = nil
+	}
 	e.mu.Unlock()
 	if portable {
 		c.replicate(e)

@@ -21,6 +21,7 @@ var (
 	ErrFailed      = errors.New("the sandbox has failed")
 	ErrNoSpace     = errors.New("no space left")
 	ErrUnavailable = errors.New("not available now")
+	ErrRefused     = errors.New("nothing answers at the port")
 )
 
 // Error is an error of this package with what a user needs to act on it.
@@ -59,6 +60,7 @@ func Hint(err error) string {
 var (
 	errRequest = errors.New("cancelled by a request")
 	errDelete  = errors.New("cancelled by its deletion")
+	errHeld    = errors.New("cancelled by a hold")
 	errClosing = errors.New("the daemon is stopping")
 
 	errSuperseded = errors.New("the sandbox has another snapshot by now") // cancels a compaction
@@ -100,7 +102,7 @@ func stepError(cause error, format string, args ...any) error {
 	switch {
 	case errors.Is(cause, syscall.ENOSPC), shimCode(cause) == shim.CodeNoSpace:
 		e.Kind, e.Hint = ErrNoSpace, "free space on the disk of the data folder, or delete sandboxes"
-	case errors.Is(cause, errRequest), errors.Is(cause, errDelete):
+	case errors.Is(cause, errRequest), errors.Is(cause, errHeld), errors.Is(cause, errDelete):
 		e.Kind, e.Hint = ErrConflict, ""
 	case errors.Is(cause, errClosing):
 		e.Hint = "try again when the daemon is back"

@@ -66,6 +66,10 @@ type VM interface {
 	// Hooks returns the results of hooks that came with no report, each once.
 	Hooks(ctx context.Context, req shim.HooksRequest) (shim.HooksReport, error)
 
+	// Activity tells how busy a running guest is; the error wraps shim.ErrUnknown
+	// if the shim is too old for that.
+	Activity(ctx context.Context, req shim.ActivityRequest) (shim.Activity, error)
+
 	// Park keeps a sealed machine paused. Idempotent. Unpark lets it go on; after
 	// an error it can only be ended.
 	Park(ctx context.Context, req shim.ParkRequest) (shim.ParkReport, error)

@@ -1,6 +1,8 @@
 package sandbox
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -40,6 +42,7 @@ type record struct {
 	Env             map[string]string `json:"env,omitempty"`
 	Policy          Policy            `json:"policy"`
 	AccessToken     string            `json:"access_token"`
+	TrafficToken    string            `json:"traffic_token,omitempty"` // "" in one that an older daemon made, see trafficToken
 	CreatedAt       time.Time         `json:"created_at"`
 
 	State      State  `json:"state"`
@@ -60,6 +63,7 @@ type record struct {
 	Told          map[string]told  `json:"told,omitempty"`         // limit → what was told of it
 	WentBack      time.Time        `json:"went_back,omitzero"`     // when it was last resumed by itself from its last snapshot
 	LastUsed      time.Time        `json:"last_used,omitzero"`     // when it last came to standby or to running
+	Hold          *Lease           `json:"hold,omitempty"`         // explicit, until its time
 	LastHibernate *HibernateReport `json:"last_hibernate,omitempty"`
 	LastResume    *ResumeReport    `json:"last_resume,omitempty"`
 }
@@ -118,6 +122,17 @@ func (rec *record) roots(needed, announced map[snapshot.ID]struct{}) {
 	}
 }
 
+// trafficToken returns the token that opens the sandbox's private ports. One
+// that was made before there were such tokens has one that follows from its
+// other secret, so that it stays the same without being written.
+func (rec *record) trafficToken() string {
+	if rec.TrafficToken != "" {
+		return rec.TrafficToken
+	}
+	sum := sha256.Sum256([]byte("traffic token of sandbox " + rec.ID + " " + rec.AccessToken))
+	return hex.EncodeToString(sum[:13])
+}
+
 // snapshots returns all the snapshots that the record names.
 func (rec *record) snapshots() []snapshot.ID {
 	ids := map[snapshot.ID]struct{}{}
@@ -139,6 +154,7 @@ type Sandbox struct {
 	Labels          map[string]string
 	Env             map[string]string
 	Policy          Policy
+	TrafficToken    string // opens its private ports: a secret
 	Snapshot        *Snapshot
 	LastHibernate   *HibernateReport
 	LastResume      *ResumeReport
@@ -146,6 +162,8 @@ type Sandbox struct {
 	Usage           Usage        // up to now
 	Next            *Due         // what its limits do to it next, nil: nothing
 	Parked          bool         // in standby, its paused VMM is kept
+	Leases          []Lease      // that keep it from hibernating by itself, the oldest first
+	Activity        *Activity    // of Inspect, while it runs
 }
 
 // Replication says where a sandbox's snapshot is kept.
@@ -170,10 +188,12 @@ type Snapshot struct {
 
 // HibernateReport says how a hibernation went. Phases maps a name to
 // milliseconds: those of the capture (freeze, pause, state, scan, write),
-// commit and, once that is done, park or release.
+// commit and, once that is done, park or release. What came before it began is
+// no part of its total: detect, from when its reason could have been known.
 type HibernateReport struct {
-	TotalMS  float64            `json:"total_ms"` // until the commit
-	PauseMS  float64            `json:"pause_ms"` // from the pause to the seal
+	Trigger  Trigger            `json:"trigger,omitempty"` // "" where the daemon that began it did not end it
+	TotalMS  float64            `json:"total_ms"`          // until the commit
+	PauseMS  float64            `json:"pause_ms"`          // from the pause to the seal
 	Phases   map[string]float64 `json:"phases"`
 	Warnings []string           `json:"warnings,omitempty"`
 
@@ -194,6 +214,7 @@ type ResumeReport struct {
 	WorkingSetBytes int64              `json:"working_set_bytes,omitempty"` // of the set that the snapshot carries
 	BytesFetched    int64              `json:"bytes_fetched,omitempty"`     // from the remote store, until the report
 	Pooled          bool               `json:"pooled,omitempty"`            // the VMM was started beforehand
+	By              string             `json:"by,omitempty"`                // who woke it, see Core.Wake; "" for a creation
 	Warnings        []string           `json:"warnings,omitempty"`
 }
 
@@ -204,7 +225,7 @@ func (rec *record) view() Sandbox {
 		State: rec.State, CreatedAt: rec.CreatedAt,
 		MemoryMiB: rec.Shape.MemoryMiB, CPUs: rec.Shape.CPUs,
 		Labels: maps.Clone(rec.Labels), Env: maps.Clone(rec.Env),
-		Policy: rec.Policy,
+		Policy: rec.Policy, TrafficToken: rec.trafficToken(),
 	}
 	now := time.Now()
 	s.Usage, s.Next = rec.usedAt(now), rec.next(now)

@@ -31,6 +31,7 @@ import (
 	"net"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -66,6 +67,9 @@ type Config struct {
 	Pressure     func(ctx context.Context, notify func()) error // calls notify whenever the host is short of memory, until ctx ends; nil: not watched
 	LowMemory    func() bool                                    // asked before a machine is parked; nil: there is enough
 
+	NoIdle   bool          // sandboxes hibernate by order alone: for tests
+	AwaitCap time.Duration // how long an outbound connection that awaits a reply keeps its sandbox awake, default 5 min
+
 	Log *slog.Logger // nil: silent
 
 	CaptureTimeout time.Duration // until a hibernation is sealed, default 1 min; base snapshots get five times as much
@@ -75,7 +79,7 @@ type Config struct {
 	RelapseTime    time.Duration // a guest that loses its memory again within it after going back to its last snapshot fails, default 10 min
 	PoolDelay      time.Duration // from the last start to a refill of the pool, default 500 ms
 	CollectDelay   time.Duration // from a deletion to the collection of what it left, default 30 s
-	Parallel       int           // recoveries at a time when the core starts, default 16
+	Parallel       int           // recoveries at a time when the core starts, and hibernations of idle sandboxes, default 16
 }
 
 func (c *Config) setDefaults() {
@@ -89,7 +93,7 @@ func (c *Config) setDefaults() {
 		c.Console = func(string) string { return "" }
 	}
 	for d, v := range map[*time.Duration]time.Duration{
-		&c.CaptureTimeout: time.Minute, &c.StartTimeout: 3 * time.Minute, &c.StepTimeout: 30 * time.Second,
+		&c.AwaitCap: 5 * time.Minute, &c.CaptureTimeout: time.Minute, &c.StartTimeout: 3 * time.Minute, &c.StepTimeout: 30 * time.Second,
 		&c.RetryDelay: 2 * time.Second, &c.RelapseTime: 10 * time.Minute, &c.PoolDelay: 500 * time.Millisecond, &c.CollectDelay: 30 * time.Second,
 	} {
 		if *d == 0 {
@@ -117,7 +121,8 @@ type Core struct {
 	pool      *pool
 	shrinking sync.Mutex // held while parked machines are ended for room
 	compactor compactor
-	hookLog   sync.Mutex // held while a log of hooks is written or read
+	hookLog   sync.Mutex    // held while a log of hooks is written or read
+	idleTurns chan struct{} // holds a token for each hibernation of an idle sandbox
 	limits    limits
 	draining  atomic.Bool
 	storeTurn sync.Mutex    // held while snapshots are deleted
@@ -151,6 +156,7 @@ func New(ctx context.Context, cfg Config) (*Core, error) {
 	c.mint.init()
 	c.admission.claims = map[string]int64{}
 	c.trash.kick = make(chan struct{}, 1)
+	c.idleTurns = make(chan struct{}, cfg.Parallel)
 	c.pool = newPool(cfg.Pool, cfg.PoolDelay, c.log, c.startPooled, c.endPooled)
 	c.compactor.init()
 	c.limits.init()
@@ -211,6 +217,9 @@ func (c *Core) Close() {
 	c.pool.close()
 	for _, e := range c.all() {
 		e.detach()
+		e.mu.Lock()
+		e.stopIdle()
+		e.mu.Unlock()
 	}
 	c.restDone.Wait()
 }
@@ -270,7 +279,10 @@ func (c *Core) Logs(_ context.Context, id string) (io.ReadCloser, error) {
 
 // Dial connects to a TCP port of the guest. A sandbox in standby is woken, a
 // hibernation that is not committed is cancelled, a failed one is not touched
-// (ErrFailed). The connection ends when the sandbox hibernates.
+// (ErrFailed). ErrRefused says that nothing answers there. The connection ends
+// when the sandbox hibernates. It has CloseWrite, and Asleep, which returns a
+// channel that is closed once the guest does not run any more: what was
+// connected then has at most some bytes left to read.
 func (c *Core) Dial(ctx context.Context, id string, port int) (net.Conn, error) {
 	if port < 1 || port > 65535 {
 		return nil, invalid("%d is no TCP port", port)
@@ -281,22 +293,24 @@ func (c *Core) Dial(ctx context.Context, id string, port int) (net.Conn, error) 
 	}
 	e.dial(+1)
 	defer e.dial(-1)
-	vm, err := c.awake(ctx, e)
+	by := "port " + strconv.Itoa(port)
+	vm, err := c.awake(ctx, e, by)
 	for err == nil {
+		slept := e.sleep()
 		conn, dialErr := vm.Dial(ctx, port)
 		// The machine may have gone to sleep or ended under the dial: only a
 		// connection to the one that is awake now is worth something.
 		var now VM
-		now, err = c.awake(ctx, e)
+		now, err = c.awake(ctx, e, by)
 		if err == nil && now == vm && dialErr != nil && !errors.Is(dialErr, shim.ErrRefused) {
 			c.look(ctx, e, vm)
-			now, err = c.awake(ctx, e)
+			now, err = c.awake(ctx, e, by)
 		}
-		if err == nil && now == vm {
+		if err == nil && now == vm && !isClosed(slept) {
 			if dialErr != nil {
-				return nil, unavailable(dialErr, "connect to port %d of sandbox %s", port, e.id)
+				return nil, dialFailed(dialErr, e.id, port)
 			}
-			return conn, nil
+			return guestConn{conn, slept}, nil
 		}
 		if conn != nil {
 			conn.Close()
@@ -306,8 +320,9 @@ func (c *Core) Dial(ctx context.Context, id string, port int) (net.Conn, error) 
 	return nil, err
 }
 
-// awake returns the machine of a sandbox that runs, and wakes it for that.
-func (c *Core) awake(ctx context.Context, e *entry) (VM, error) {
+// awake returns the machine of a sandbox that runs, and wakes it for that on
+// behalf of by.
+func (c *Core) awake(ctx context.Context, e *entry, by string) (VM, error) {
 	for {
 		if vm := e.ready(); vm != nil {
 			return vm, nil
@@ -316,7 +331,7 @@ func (c *Core) awake(ctx context.Context, e *entry) (VM, error) {
 			return nil, err
 		}
 		e.interrupt(errRequest)
-		if err := c.run(ctx, e, opStart, func(ctx context.Context, _ *operation) error { return c.wake(ctx, e, ResumeOptions{}) }); err != nil {
+		if err := c.run(ctx, e, opStart, func(ctx context.Context, _ *operation) error { return c.wake(ctx, e, ResumeOptions{By: by}) }); err != nil {
 			return nil, refusedWake(err)
 		}
 	}
