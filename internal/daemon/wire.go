@@ -103,7 +103,7 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 		GuestMemory:  guests, HibernateShare: c.DiskReserve,
 		Pool: c.Pool, ParkedMemory: parked, Pressure: pressure.watch, LowMemory: pressure.isLow,
 		CheckEgress: func(allow, deny []string) error {
-			_, err := vnet.ParsePolicy(allow, deny)
+			_, err := vnet.ParsePolicy("", allow, deny)
 			return err
 		},
 		Events: sandbox.LogEvents(c.Log),

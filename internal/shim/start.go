@@ -48,7 +48,7 @@ func (s *stopwatch) lap(name string) {
 
 // attach gives the machine its console file and its egress policy.
 func (h *host) attach(a Attach) error {
-	policy, err := vnet.ParsePolicy(a.Allow, a.Deny)
+	policy, err := vnet.ParsePolicy("", a.Allow, a.Deny)
 	if err != nil {
 		return errorf(CodeInvalid, "egress policy: %v", err)
 	}

@@ -1,11 +1,8 @@
 package vnet
 
 import (
-	"net/netip"
 	"sync/atomic"
 	"time"
-
-	"golang.org/x/time/rate"
 )
 
 // Activity says how busy a network is, for the judgement whether its sandbox is
@@ -38,24 +35,5 @@ func (n *Network) Activity() Activity {
 		Outbound: n.flows.outbound(),
 		Bytes:    n.meter.bytes.Load(),
 		Last:     time.Unix(0, n.meter.last.Load()),
-	}
-}
-
-// Denials are reported at this rate, with bursts of twice as many.
-const denialsPerSecond = 10
-
-// denials reports denied flows, not faster than a log can take.
-type denials struct {
-	report  func(Denied)
-	limiter *rate.Limiter
-}
-
-func newDenials(report func(Denied)) denials {
-	return denials{report: report, limiter: rate.NewLimiter(denialsPerSecond, 2*denialsPerSecond)}
-}
-
-func (d denials) add(kind flowKind, a netip.AddrPort) {
-	if d.report != nil && d.limiter.Allow() {
-		d.report(Denied{Proto: kind.network(), Addr: a})
 	}
 }
