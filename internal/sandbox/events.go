@@ -60,10 +60,11 @@ type Event struct {
 	Action     Action
 }
 
-// Denied is an outbound flow that the egress policy stopped.
+// Denied is an outbound flow or a question for a name that the egress policy
+// stopped.
 type Denied struct {
-	Proto string `json:"proto"` // "tcp", "udp" or "dns"
-	Addr  string `json:"addr"`  // IP address, "" of a name that was not looked up
+	Proto string `json:"proto"` // "tcp", "udp" or "dns"; "other" for those that were too many to be told one by one
+	Addr  string `json:"addr"`  // IP address; "" of a name that was not looked up
 	Port  int    `json:"port"`
 	Name  string `json:"name,omitempty"` // that was asked for, where it is known
 	Count int64  `json:"count"`          // so many alike since the last report
