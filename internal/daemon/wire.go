@@ -89,7 +89,7 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 		Catalog: cat,
 		Launcher: launcher{&shim.Launcher{
 			Binary: c.Program, RunDir: f.Run, Store: f.Store, Account: credential(a),
-			Driver: driverConfig, FullCapture: probe != nil, Remote: read,
+			Driver: driverConfig, FullCapture: probe != nil, Resolvers: c.Resolvers, Remote: read,
 		}},
 		Snapshots:    sandbox.FromRepository(snapshots, store),
 		Tier:         replicas,
