@@ -36,6 +36,14 @@ type Sandbox struct {
 	Replication   *Replication      `json:"replication"`    // of Snapshot to the remote store; null without one
 	Parked        bool              `json:"parked"`         // in standby, its paused VMM is kept as a cache
 	Policy        Policy            `json:"policy"`
+	Next          *Next             `json:"next"` // what its limits do to it next; null: nothing
+}
+
+// Next says what a limit of the policy is going to do, and when.
+type Next struct {
+	Limit  string    `json:"limit"`  // "ttl", "ttl_idle", "expires" or "timeout"
+	Action string    `json:"action"` // ActionDelete, ActionNotify or ActionHibernate
+	At     time.Time `json:"at"`     // of a timeout: if it runs on without a break
 }
 
 // Replication says where the sandbox's snapshot is kept.
@@ -87,9 +95,10 @@ type Snapshot struct {
 }
 
 // HibernateReport says how the last hibernation went. Phases maps a name to
-// milliseconds: freeze, pause, state, scan, write, commit.
+// milliseconds: freeze, pause, state, scan, write, commit, and behind the answer
+// park or release, of the VMM.
 type HibernateReport struct {
-	TotalMS  float64            `json:"total_ms"`
+	TotalMS  float64            `json:"total_ms"` // until the commit
 	PauseMS  float64            `json:"pause_ms"`
 	Phases   map[string]float64 `json:"phases"`
 	Warnings []string           `json:"warnings,omitempty"`
@@ -195,6 +204,7 @@ type Progress struct {
 	Template *Template `json:"template,omitempty"`
 	Verify   *Verify   `json:"verify,omitempty"`
 	Imported *Imported `json:"imported,omitempty"`
+	Drained  *Drained  `json:"drained,omitempty"`
 }
 
 // StoreStatus says what the store holds.
@@ -292,7 +302,19 @@ type Host struct {
 	DiskReserve    int64 `json:"disk_reserve"`    // of these, kept for guests that run to hibernate
 	Parked         int   `json:"parked"`          // machines of sandboxes in standby that are kept
 	ParkedBytes    int64 `json:"parked_bytes"`    // of memory that they take up; it is given back when guests need it, and so is the pool's
+	Draining       bool  `json:"draining"`        // nothing starts
 	PoolBytes      int64 `json:"pool_bytes"`      // of memory that machines take up that were started beforehand
+}
+
+// DrainRequest is the optional body of a drain.
+type DrainRequest struct {
+	Undo bool `json:"undo,omitempty"` // end it: let sandboxes start again
+}
+
+// Drained says what a drain did.
+type Drained struct {
+	Hibernated []string          `json:"hibernated"` // ids
+	Failed     map[string]string `json:"failed"`     // id → why it still runs, or may
 }
 
 // Version is the answer to GET /v1/version.
@@ -302,6 +324,11 @@ type Version struct {
 	VMM     string `json:"vmm"`
 	Accel   string `json:"accel"`
 }
+
+// ResumeHeader is the header of an answer to a request that waited for its
+// sandbox to be resumed: "tier=local; ms=41" names the tier and how long the
+// resume took.
+const ResumeHeader = "Hib-Resume"
 
 // Error is the body of every answer that is no success.
 type Error struct {
