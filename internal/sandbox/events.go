@@ -83,7 +83,13 @@ type Events struct {
 func LogEvents(log *slog.Logger) Events {
 	return Events{
 		OnEvent: func(ev Event) {
-			if ev.Type != EventState {
+			switch ev.Type {
+			case EventState:
+			case EventDenied:
+				log.Debug("event", keySandbox, ev.Sandbox, "type", ev.Type, "proto", ev.Denied.Proto, "addr", ev.Denied.Addr,
+					"port", ev.Denied.Port, "name", ev.Denied.Name, "count", ev.Denied.Count)
+				return
+			default:
 				log.Debug("event", keySandbox, ev.Sandbox, "type", ev.Type, "reason", ev.Reason, "by", ev.By)
 				return
 			}
