@@ -36,6 +36,7 @@ func newOutside(t *testing.T) *outside {
 	t.Cleanup(func() { _ = exec.Command("ip", "route", "del", "local", publicRange, "dev", "lo").Run() })
 	o := &outside{good: "45.67.89.1", evil: "45.67.89.2", accepted: make(chan net.Conn, 100)}
 	var serving sync.WaitGroup
+	t.Cleanup(serving.Wait) // behind what ends them
 	for _, addr := range []string{o.good, o.evil} {
 		ln, err := net.Listen("tcp", fmt.Sprintf("%s:%d", addr, o.port))
 		if err != nil {
@@ -51,7 +52,7 @@ func newOutside(t *testing.T) *outside {
 				o.accepted <- c
 			}
 		})
-		t.Cleanup(func() { ln.Close(); serving.Wait() })
+		t.Cleanup(func() { ln.Close() })
 	}
 	names := map[string]string{
 		"www.good.test.": o.good, "evil.test.": o.evil,
@@ -75,7 +76,7 @@ func newOutside(t *testing.T) *outside {
 	})}
 	serving.Go(func() { _ = server.ActivateAndServe() })
 	<-started
-	t.Cleanup(func() { _ = server.Shutdown(); serving.Wait() })
+	t.Cleanup(func() { _ = server.Shutdown() })
 	o.dns = pc.LocalAddr().String()
 	return o
 }
