@@ -24,6 +24,7 @@ type Activity struct {
 	Open     int           `json:"open"`     // inbound connections
 	Awaiting int           `json:"awaiting"` // outbound connections that wait for a reply
 	Idle     time.Duration `json:"idle"`     // nanoseconds since the last payload, at most since the guest began to run
+	Held     time.Duration `json:"held"`     // nanoseconds until none of those counts any more, if nothing passes
 	Bytes    int64         `json:"bytes"`    // payload of connections, both ways, since the machine was started
 	CPU      time.Duration `json:"cpu"`      // nanoseconds of processor time that the VMM took since it was started
 
@@ -57,7 +58,7 @@ func (h *host) activity(ctx context.Context, req ActivityRequest) (Activity, err
 	a := Activity{CPU: cpu}
 	look := func() {
 		n := network.Activity(req.InboundCap, req.AwaitCap)
-		a.Open, a.Awaiting, a.Idle, a.Bytes = n.Open, n.Awaiting, n.Idle, n.Bytes
+		a.Open, a.Awaiting, a.Idle, a.Held, a.Bytes = n.Open, n.Awaiting, n.Idle, n.Held, n.Bytes
 	}
 	look()
 	if req.IdleAfter > 0 && !a.Quiet(req.IdleAfter) {

@@ -32,9 +32,6 @@ func TestActivity(t *testing.T) {
 	if longest := time.Since(prepared); a.Idle <= 0 || a.Idle > longest {
 		t.Errorf("idle for %v, the guest cannot run for longer than %v", a.Idle, longest)
 	}
-	if a.CPU <= 0 { // of this process: the fake machine has none of its own
-		t.Errorf("the VMM took %v of processor time", a.CPU)
-	}
 
 	if err := r.ask(context.Background(), http.MethodPost, "/keep-awake?command=train", nil); err != nil {
 		t.Fatal(err)

@@ -14,7 +14,8 @@ type Activity struct {
 	Inbound  int           // all open connections of Dial
 	Outbound int           // all open outbound flows; an open one alone is no traffic
 	Bytes    int64         // payload of inbound and outbound flows, both ways, since New
-	Idle     time.Duration // since the last payload, Touch, Dial or end of a connection of Dial; since New at first
+	Idle     time.Duration // since the last payload, Touch, Dial, or end of a connection of Dial or of a flow that awaited a reply; since New at first
+	Held     time.Duration // until none of those that are Open or Awaiting counts any more, if nothing passes
 }
 
 // Activity returns the present figures. It looks at every open flow.
@@ -29,13 +30,15 @@ func (n *Network) Activity(inboundCap, awaitCap time.Duration) Activity {
 		switch fl.kind {
 		case flowInbound:
 			a.Inbound++
-			if fl.usage.silence() < inboundCap {
+			if left := inboundCap - fl.usage.silence(); left > 0 {
 				a.Open++
+				a.Held = max(a.Held, left)
 			}
 		case flowTCP, flowUDP:
 			a.Outbound++
-			if fl.usage.awaits(awaitCap) {
+			if left := fl.usage.awaits(awaitCap); left > 0 {
 				a.Awaiting++
+				a.Held = max(a.Held, left)
 			}
 		}
 	}
@@ -149,11 +152,14 @@ func (u *usage) fromPeer(n int) {
 	}
 }
 
-// peerEnded notes that nothing more comes from the peer.
-func (u *usage) peerEnded() {
+// peerEnded notes that nothing more comes from the peer, and reports whether
+// something was awaited.
+func (u *usage) peerEnded() bool {
 	u.mu.Lock()
 	defer u.mu.Unlock()
+	awaited := u.open
 	u.open = false
+	return awaited
 }
 
 // silence returns how long no payload passed.
@@ -163,9 +169,13 @@ func (u *usage) silence() time.Duration {
 	return since(u.last)
 }
 
-// awaits reports whether a question of less than limit ago is unanswered.
-func (u *usage) awaits(limit time.Duration) bool {
+// awaits returns what is left of limit for a question that is unanswered, 0 or
+// less if there is none or it is too old.
+func (u *usage) awaits(limit time.Duration) time.Duration {
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	return u.open && since(u.asked) < limit
+	if !u.open {
+		return 0
+	}
+	return limit - since(u.asked)
 }

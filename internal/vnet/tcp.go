@@ -173,7 +173,9 @@ func (n *Network) splice(fl *flow, guest *guestConn, host net.Conn) {
 	if err := n.pump(guest, host, func(p []byte) { fl.usage.fromPeer(len(p)) }); err != nil {
 		fl.abort()
 	}
-	fl.usage.peerEnded()
+	if fl.usage.peerEnded() {
+		n.meter.touch() // the guest learns of it
+	}
 	<-done
 }
 
