@@ -72,7 +72,8 @@ type Denied struct {
 
 // Events is called at what happens, for logs, metrics and the stream of
 // events. A field may be nil. The functions are called by the operation that
-// they tell of, hold it up while they run, and must not call the Core.
+// they tell of (EventDenied by what watches the machine), hold it up while they
+// run, and must not call the Core.
 type Events struct {
 	OnEvent   func(Event)
 	OnCollect func(deleted snapshot.Collected, err error)
