@@ -40,6 +40,9 @@ func runInspect(ctx context.Context, a *app, id string) error {
 		[]string{"Memory", strconv.Itoa(sb.MemoryMiB) + " MiB"},
 		[]string{"CPUs", strconv.Itoa(sb.CPUs)},
 		[]string{"Labels", or(pairs(sb.Labels))})
+	if sb.PortURL != "" {
+		rows = append(rows, []string{"Ports", sb.PortURL})
+	}
 	if s := sb.Snapshot; s != nil {
 		rows = append(rows, []string{"Snapshot", fmt.Sprintf("%s, %s ago, %s stored of %s changed", s.ID, age(s.CreatedAt), size(s.StoredBytes), size(s.DirtyBytes))})
 	}

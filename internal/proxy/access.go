@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/hibernacle/hibernacle/api"
 	"github.com/hibernacle/hibernacle/internal/guestapi"
 	"github.com/hibernacle/hibernacle/internal/sandbox"
 )
@@ -17,10 +18,10 @@ import (
 // Where a request may show a pass. What is in these two headers is always a
 // pass; the others are the guest's own unless they hold one.
 const (
-	tokenHeader    = "Hib-Access-Token"
+	tokenHeader    = api.TokenHeader
 	e2bTokenHeader = "E2b-Traffic-Access-Token"
 	keyHeader      = "X-Api-Key"
-	tokenName      = "hib_token" // of a query parameter and of a cookie
+	tokenName      = api.TokenParameter // of a query parameter and of a cookie
 )
 
 // headers that are taken for passes wherever they stand.

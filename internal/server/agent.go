@@ -50,14 +50,24 @@ func newGuestTransport(core Core) *http.Transport {
 // guest is a sandbox as the target of calls to its agent.
 type guest struct{ id, token string }
 
-// guest finds the sandbox that a request names.
-func (s *Server) guest(r *http.Request) (guest, error) {
-	sb, err := s.core.Get(r.Context(), r.PathValue("id"))
+// guest finds the sandbox that a request names and wakes it for a request of
+// the kind by. The answer will tell if it had to be resumed.
+func (s *Server) guest(w http.ResponseWriter, r *http.Request, by string) (guest, error) {
+	woken, err := s.wake(w, r, by)
 	if err != nil {
 		return guest{}, err
 	}
-	token, err := s.core.AgentToken(r.Context(), sb.ID)
-	return guest{sb.ID, token}, err
+	token, err := s.core.AgentToken(r.Context(), woken.ID)
+	return guest{woken.ID, token}, err
+}
+
+// wake wakes the sandbox that a request names and has the answer tell of it.
+func (s *Server) wake(w http.ResponseWriter, r *http.Request, by string) (sandbox.Woken, error) {
+	woken, err := s.core.Wake(r.Context(), r.PathValue("id"), by)
+	if text := woken.String(); text != "" {
+		w.Header().Set(api.ResumeHeader, text)
+	}
+	return woken, err
 }
 
 // url returns the agent's URL for a path, which begins with a slash.
@@ -115,7 +125,7 @@ func (s *Server) proxyAgent(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, routeError{r.URL.Path + " (control calls are the host's)"})
 		return
 	}
-	g, err := s.guest(r)
+	g, err := s.guest(w, r, "agent")
 	if err != nil {
 		s.fail(w, r, err)
 		return
@@ -144,6 +154,7 @@ func (s *Server) proxyAgent(w http.ResponseWriter, r *http.Request) {
 			resp.Header.Del("Set-Cookie")
 			resp.Header.Set("Content-Security-Policy", "sandbox")
 			resp.Header.Del(requestIDHeader)
+			resp.Header.Del(api.ResumeHeader)
 			resp.Header.Set(api.GuestHeader, "1")
 			return nil
 		},

@@ -248,6 +248,23 @@ func (c *Core) Delete(_ context.Context, id string) error {
 	return err
 }
 
+// Wake wakes a sandbox.
+func (c *Core) Wake(_ context.Context, id, by string) (woken sandbox.Woken, err error) {
+	_, err = c.with("Wake", id, func(s *sandbox.Sandbox) error {
+		woken.ID = s.ID
+		switch s.State {
+		case sandbox.StateFailed:
+			return failed(s)
+		case sandbox.StateRunning:
+			return nil
+		}
+		s.LastResume = &sandbox.ResumeReport{Tier: "local", TotalMS: 30, Phases: map[string]float64{"state": 2}, By: by}
+		woken.Resumed, woken.Report = true, s.LastResume
+		return c.wake(s)
+	})
+	return woken, err
+}
+
 // Dial connects to where Ports leads.
 func (c *Core) Dial(ctx context.Context, id string, port int) (net.Conn, error) {
 	_, err := c.with("Dial", id, func(s *sandbox.Sandbox) error {
