@@ -97,9 +97,10 @@ type Snapshot struct {
 }
 
 // HibernateReport says how the last hibernation went. Phases maps a name to
-// milliseconds: freeze, pause, state, scan, write, commit.
+// milliseconds: freeze, pause, state, scan, write, commit, and behind the answer
+// park or release, of the VMM.
 type HibernateReport struct {
-	TotalMS  float64            `json:"total_ms"`
+	TotalMS  float64            `json:"total_ms"` // until the commit
 	PauseMS  float64            `json:"pause_ms"`
 	Phases   map[string]float64 `json:"phases"`
 	Warnings []string           `json:"warnings,omitempty"`

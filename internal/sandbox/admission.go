@@ -53,12 +53,39 @@ func ramOf(shape vmm.Shape) int64 { return int64(shape.MemoryMiB) << 20 }
 // disk, or refuses it with the reason. It comes before the machine is started.
 // A sandbox's claim is given back by settleClaim at the end of the operation,
 // that of any other machine by admission.release. what names the machine.
-func (c *Core) admit(holder, what string, shape vmm.Shape) error {
+//
+// A sandbox that is known to be in standby may still have its machine for a
+// moment: nobody is refused because of that.
+func (c *Core) admit(ctx context.Context, holder, what string, shape vmm.Shape) error {
 	room, err := c.tryAdmit(holder, what, shape)
+	if err != nil && c.awaitLeaving(ctx) {
+		room, err = c.tryAdmit(holder, what, shape)
+	}
 	if err == nil && c.cfg.GuestMemory > 0 {
 		c.reclaim(room)
 	}
 	return err
+}
+
+// awaitLeaving waits for the end of the hibernations that are behind the point
+// up to which they may be cancelled; false: ctx ended first. They wait for
+// nobody, so an operation may wait for them.
+func (c *Core) awaitLeaving(ctx context.Context) bool {
+	for _, e := range c.all() {
+		e.mu.Lock()
+		op := e.op
+		leaving := op != nil && op.kind == opHibernate && op.late
+		e.mu.Unlock()
+		if !leaving {
+			continue
+		}
+		select {
+		case <-op.ended:
+		case <-ctx.Done():
+			return false
+		}
+	}
+	return true
 }
 
 // tryAdmit makes the claim and returns the memory that is left beside all claims.

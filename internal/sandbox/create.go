@@ -100,7 +100,7 @@ func (c *Core) create(ctx context.Context, rec record, boot bool) (Sandbox, erro
 	if err := c.insert(e); err != nil {
 		return Sandbox{}, err
 	}
-	done, op, err := c.begin(ctx, e, opStart, func(ctx context.Context, _ *operation) error {
+	op, err := c.begin(ctx, e, opStart, func(ctx context.Context, _ *operation) error {
 		err := c.establish(ctx, e, boot)
 		if err == nil {
 			c.emit(e, Event{Type: EventCreated, Resume: e.rec.LastResume})
@@ -114,7 +114,7 @@ func (c *Core) create(ctx context.Context, rec record, boot bool) (Sandbox, erro
 	// Nobody but the caller learns of the sandbox: without it, it goes.
 	stop := context.AfterFunc(ctx, func() { op.cancel(context.Cause(ctx)) })
 	defer stop()
-	if err := <-done; err != nil {
+	if err := <-op.done; err != nil {
 		return Sandbox{}, err
 	}
 	return c.view(e), nil
@@ -127,7 +127,7 @@ func (c *Core) establish(ctx context.Context, e *entry, boot bool) error {
 	if boot {
 		from = originBoot
 	}
-	err := c.admit(e.id, "a new sandbox", e.rec.Shape)
+	err := c.admit(ctx, e.id, "a new sandbox", e.rec.Shape)
 	if err == nil && !boot {
 		if _, ok := c.takePooled(e); ok {
 			from = originPool

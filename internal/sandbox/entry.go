@@ -46,7 +46,18 @@ const (
 type operation struct {
 	kind   opKind
 	cancel context.CancelCauseFunc
-	late   bool // behind the point up to which it may be cancelled
+	late   bool          // behind the point up to which it may be cancelled
+	done   chan error    // what its caller is told
+	ended  chan struct{} // closed once the turn is given back
+}
+
+// answer tells the caller how the operation went. One that goes on without
+// making its caller wait calls it before its end; only the first call counts.
+func (op *operation) answer(err error) {
+	select {
+	case op.done <- err:
+	default:
+	}
 }
 
 func newEntry(rec record, rev uint64) *entry {
@@ -145,8 +156,9 @@ func (e *entry) detach() VM {
 }
 
 // run waits for the sandbox's turn, settles it if need be, and lets fn change
-// it. ctx bounds the waiting: fn goes on without the caller, under a context
-// that ends when the operation is cancelled or the core closes.
+// it. It returns with fn, or when fn answers. ctx bounds the waiting: fn goes on
+// without the caller, under a context that ends when the operation is cancelled
+// or the core closes.
 func (c *Core) run(ctx context.Context, e *entry, kind opKind, fn func(context.Context, *operation) error) error {
 	select {
 	case e.turn <- struct{}{}:
@@ -155,12 +167,12 @@ func (c *Core) run(ctx context.Context, e *entry, kind opKind, fn func(context.C
 	case <-c.closing:
 		return unavailable(errClosing, "sandbox %s", e.id)
 	}
-	done, _, err := c.begin(ctx, e, kind, fn)
+	op, err := c.begin(ctx, e, kind, fn)
 	if err != nil {
 		return err
 	}
 	select {
-	case err := <-done:
+	case err := <-op.done:
 		return err
 	case <-ctx.Done():
 		return c.left(ctx, e)
@@ -174,15 +186,15 @@ func (c *Core) left(ctx context.Context, e *entry) error {
 
 // begin starts an operation on an entry whose turn the caller has taken, and
 // gives the turn back when it ends.
-func (c *Core) begin(ctx context.Context, e *entry, kind opKind, fn func(context.Context, *operation) error) (<-chan error, *operation, error) {
+func (c *Core) begin(ctx context.Context, e *entry, kind opKind, fn func(context.Context, *operation) error) (*operation, error) {
 	work, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
-	op := &operation{kind: kind, cancel: cancel}
+	op := &operation{kind: kind, cancel: cancel, done: make(chan error, 1), ended: make(chan struct{})}
 	c.mu.Lock()
 	if c.closed {
 		c.mu.Unlock()
 		cancel(errClosing)
 		<-e.turn
-		return nil, nil, unavailable(errClosing, "sandbox %s", e.id)
+		return nil, unavailable(errClosing, "sandbox %s", e.id)
 	}
 	c.ops[op] = struct{}{}
 	c.opsDone.Add(1)
@@ -191,14 +203,13 @@ func (c *Core) begin(ctx context.Context, e *entry, kind opKind, fn func(context
 	e.op = op
 	e.mu.Unlock()
 
-	done := make(chan error, 1)
 	go func() {
 		err := c.perform(work, e, op, fn)
 		c.finish(e, op)
 		cancel(nil)
-		done <- err
+		op.answer(err)
 	}()
-	return done, op, nil
+	return op, nil
 }
 
 // perform runs fn on a settled sandbox that is still there.
@@ -231,6 +242,7 @@ func (c *Core) perform(ctx context.Context, e *entry, op *operation, fn func(con
 // finish gives the turn back. A sandbox that an operation leaves halfway is
 // unsettled, and somebody must see to it even if nobody asks for it again.
 func (c *Core) finish(e *entry, op *operation) {
+	c.settleClaim(e) // before the operation is seen to be over
 	e.mu.Lock()
 	e.op = nil
 	switch e.rec.State {
@@ -243,8 +255,8 @@ func (c *Core) finish(e *entry, op *operation) {
 		c.restDone.Add(1)
 	}
 	e.mu.Unlock()
-	c.settleClaim(e)
 	<-e.turn
+	close(op.ended)
 	if retry {
 		go c.retry(e)
 	}

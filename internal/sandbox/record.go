@@ -185,7 +185,7 @@ type Snapshot struct {
 
 // HibernateReport says how a hibernation went. Phases maps a name to
 // milliseconds: those of the capture (freeze, pause, state, scan, write),
-// commit and release.
+// commit and, once that is done, park or release.
 type HibernateReport struct {
 	TotalMS  float64            `json:"total_ms"` // until the commit
 	PauseMS  float64            `json:"pause_ms"` // from the pause to the seal

@@ -93,7 +93,7 @@ func (c *Core) resume(ctx context.Context, e *entry, o ResumeOptions) error {
 		}
 		from = originFresh
 	}
-	if err := c.admit(e.id, "sandbox "+e.id, e.rec.Shape); err != nil {
+	if err := c.admit(ctx, e.id, "sandbox "+e.id, e.rec.Shape); err != nil {
 		return err
 	}
 	begun := time.Now()
