@@ -37,7 +37,7 @@ type Sandbox struct {
 	Parked        bool              `json:"parked"`         // in standby, its paused VMM is kept as a cache
 	Policy        Policy            `json:"policy"`
 	PortURL       string            `json:"port_url"`      // URL of a port, with {port} for its number; "": there is none
-	TrafficToken  string            `json:"traffic_token"` // opens ports that are private, see docs/network.md: a secret
+	TrafficToken  string            `json:"traffic_token"` // opens ports that are private, see docs/ports.md: a secret
 	Next          *Next             `json:"next"`          // what its limits do to it next; null: nothing
 }
 
