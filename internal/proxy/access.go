@@ -82,6 +82,7 @@ func (p *Proxy) admitAgent(r *http.Request, sb sandbox.Sandbox) error {
 		return errAgentPass
 	}
 	p.takePasses(r, false, sb.TrafficToken)
+	r.Header.Del(guestapi.TokenHeader)
 	r.Header.Set(guestapi.AccessHeader, token)
 	return nil
 }

@@ -27,10 +27,6 @@ const (
 	settleTime  = time.Second
 	settlePause = 20 * time.Millisecond
 
-	// sleepGrace is how long what a guest sent before it went to sleep may take
-	// to reach a client.
-	sleepGrace = 2 * time.Second
-
 	// continueTime is how long a guest may take to say whether it wants the body
 	// of a request that asks first.
 	continueTime = 2 * time.Second
@@ -102,7 +98,7 @@ func (p *Proxy) forward(w *answerWriter, r *http.Request, t target, id string, c
 	if r.Header.Get("Upgrade") != "" && !p.stream(ctx, cancel) {
 		return errStopping
 	}
-	defer whenAsleep(ctx, conn, func() { cancel(errAsleep); w.cut() })()
+	defer sandbox.AfterSleep(ctx, conn, func() { cancel(errAsleep); w.cut() })()
 	transport, done := p.transport(r)
 	defer done()
 	var failed error
@@ -142,7 +138,7 @@ func (p *Proxy) forward(w *answerWriter, r *http.Request, t target, id string, c
 		return cause
 	case ctx.Err() != nil:
 		return ctx.Err() // the client's loss
-	case asleep(conn):
+	case sandbox.IsAsleep(conn):
 		return errAsleep
 	}
 	return upstreamError{id, t.port, failed}
@@ -262,49 +258,6 @@ func (b *requestBody) finish(w http.ResponseWriter) {
 		b.mu.Lock()
 	}
 	b.mu.Unlock()
-}
-
-// sleeper is a connection that tells when its guest went to sleep.
-type sleeper interface{ Asleep() <-chan struct{} }
-
-// asleep tells whether the guest of a connection went to sleep.
-func asleep(conn net.Conn) bool {
-	s, ok := conn.(sleeper)
-	if !ok {
-		return false
-	}
-	select {
-	case <-s.Asleep():
-		return true
-	default:
-		return false
-	}
-}
-
-// whenAsleep calls cut a moment after the guest of conn went to sleep, unless
-// the caller has called stop or ctx has ended by then. What a client that does
-// not read leaves in the way is cut off so.
-func whenAsleep(ctx context.Context, conn net.Conn, cut func()) (stop func()) {
-	s, ok := conn.(sleeper)
-	if !ok {
-		return func() {}
-	}
-	ctx, cancel := context.WithCancel(ctx)
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		select {
-		case <-ctx.Done():
-			return
-		case <-s.Asleep():
-		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(sleepGrace):
-			cut()
-		}
-	}()
-	return func() { cancel(); <-ended }
 }
 
 // answerWriter remembers the status of an answer and can break it off.

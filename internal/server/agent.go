@@ -15,6 +15,7 @@ import (
 	"path"
 	"strconv"
 	"strings"
+	"time"
 	"unicode"
 
 	"github.com/hibernacle/hibernacle/api"
@@ -37,7 +38,11 @@ func newGuestTransport(core Core) *http.Transport {
 			if err != nil {
 				return nil, err
 			}
-			return core.Dial(ctx, id, port)
+			conn, err := core.Dial(ctx, id, port)
+			if dialled, ok := ctx.Value(dialledKey{}).(chan net.Conn); ok && err == nil {
+				dialled <- conn
+			}
+			return conn, err
 		},
 		DisableKeepAlives:      true,
 		DisableCompression:     true,
@@ -45,6 +50,31 @@ func newGuestTransport(core Core) *http.Transport {
 		WriteBufferSize:        64 << 10,
 		ReadBufferSize:         64 << 10,
 	}
+}
+
+// dialledKey is the key of a channel that takes the connection into the guest
+// that is made for a request.
+type dialledKey struct{}
+
+// cutAfterSleep breaks an answer off a moment after the guest that it comes from
+// went to sleep, for clients who do not read. The request is to be made with the
+// context that it returns; the caller calls stop before it returns.
+func cutAfterSleep(ctx context.Context, w http.ResponseWriter) (_ context.Context, stop func()) {
+	dialled := make(chan net.Conn, 1) // the transport dials once: connections are not kept
+	watching, cancel := context.WithCancel(ctx)
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		select {
+		case <-watching.Done():
+		case conn := <-dialled:
+			defer sandbox.AfterSleep(watching, conn, func() {
+				_ = http.NewResponseController(w).SetWriteDeadline(time.Unix(1, 0))
+			})()
+			<-watching.Done()
+		}
+	}()
+	return context.WithValue(ctx, dialledKey{}, dialled), func() { cancel(); <-over }
 }
 
 // guest is a sandbox as the target of calls to its agent.
@@ -136,6 +166,8 @@ func (s *Server) proxyAgent(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, err)
 		return
 	}
+	ctx, stop := cutAfterSleep(ctx, w)
+	defer stop()
 	proxy := &httputil.ReverseProxy{
 		Transport:     s.guests,
 		FlushInterval: -1,

@@ -10,9 +10,9 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-	"time"
 
 	"github.com/hibernacle/hibernacle/api"
+	"github.com/hibernacle/hibernacle/internal/sandbox"
 )
 
 // connectPort switches the connection to a byte stream to a TCP port in the
@@ -85,26 +85,13 @@ func (c bufferedConn) Read(p []byte) (int, error) { return c.r.Read(p) }
 // CloseWrite ends the direction towards the peer.
 func (c bufferedConn) CloseWrite() error { return closeWrite(c.Conn) }
 
-// sleepGrace is how long what a guest sent before it went to sleep may take to
-// reach a client, which may not read.
-const sleepGrace = 2 * time.Second
-
 // join copies between a and b, which leads into a guest, in both directions
 // until both have ended, or ctx has, or the guest sleeps, and closes both.
 func join(ctx context.Context, a, b net.Conn) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(ctx, func() { a.Close(); b.Close() })()
-	if s, ok := b.(interface{ Asleep() <-chan struct{} }); ok {
-		go func() {
-			select {
-			case <-s.Asleep():
-				sleep(ctx, sleepGrace)
-				cancel()
-			case <-ctx.Done():
-			}
-		}()
-	}
+	defer sandbox.AfterSleep(ctx, b, cancel)()
 	var wg sync.WaitGroup
 	pump := func(dst, src net.Conn) {
 		_, err := io.Copy(dst, src)

@@ -122,6 +122,17 @@ func (w *web) resumes() int {
 	return strings.Count(w.Log(), `msg="sandbox resuming" sandbox=`+w.id)
 }
 
+// passing counts the requests that the daemon is passing on.
+func (w *web) passing() int {
+	req, err := http.NewRequest("GET", w.URL+"/debug/pprof/goroutine?debug=2", nil)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	req.Header.Set("X-API-Key", w.Key)
+	_, stacks := w.do(req)
+	return strings.Count(stacks, "httputil.(*ReverseProxy).ServeHTTP(")
+}
+
 // dial opens a raw connection to the daemon and sends the head of a GET.
 func (w *web) dial(path string, headers ...string) (net.Conn, *bufio.Reader) {
 	w.t.Helper()
@@ -373,6 +384,9 @@ func TestStreams(t *testing.T) {
 		d.Hib("hibernate", w.id)
 		if sb := d.Inspect(w.id); sb.State != api.StateStandby {
 			t.Fatalf("cycle %d: it is %s", cycle, sb.State)
+		}
+		if cycle == streamCycles-1 { // the clients are there still, but hold nothing in the daemon
+			hibtest.Eventually(t, "the daemon has cut off who does not read", func() bool { return w.passing() == 0 })
 		}
 
 		ctx, cancel := context.WithTimeout(t.Context(), hibtest.Patience)

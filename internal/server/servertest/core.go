@@ -128,7 +128,7 @@ func (c *Core) Create(_ context.Context, o sandbox.CreateOptions) (sandbox.Sandb
 	}
 	c.n++
 	s := &sandbox.Sandbox{
-		ID: fmt.Sprintf("sandbox%d", c.n), Name: o.Name, Template: o.Template, State: sandbox.StateRunning,
+		ID: fmt.Sprintf("sandbox%d", c.n), Name: o.Name, Template: o.Template, State: sandbox.StateRunning, TrafficToken: fmt.Sprintf("token-sandbox%d", c.n),
 		CreatedAt: time.Now(), MemoryMiB: 2048, CPUs: 1, Labels: o.Labels, Env: o.Env, Policy: policy,
 		LastResume: &sandbox.ResumeReport{Tier: "local", TotalMS: 30, Phases: map[string]float64{"state": 2}},
 	}
