@@ -43,6 +43,15 @@ func runInspect(ctx context.Context, a *app, id string) error {
 	if sb.PortURL != "" {
 		rows = append(rows, []string{"Ports", sb.PortURL})
 	}
+	if x := sb.Activity; x != nil {
+		rows = append(rows, []string{"Activity", activityLine(x)})
+		for _, p := range x.KeepAwake {
+			rows = append(rows, []string{"Kept awake by", fmt.Sprintf("process %d: %s", p.PID, printable(p.Command))})
+		}
+	}
+	for _, l := range sb.Leases {
+		rows = append(rows, []string{"Lease", leaseLine(l)})
+	}
 	if s := sb.Snapshot; s != nil {
 		rows = append(rows, []string{"Snapshot", fmt.Sprintf("%s, %s ago, %s stored of %s changed", s.ID, age(s.CreatedAt), size(s.StoredBytes), size(s.DirtyBytes))})
 	}

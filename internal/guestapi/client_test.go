@@ -84,6 +84,20 @@ func TestHostileAnswersAreBounded(t *testing.T) {
 	}
 }
 
+func TestHostileKeepAwakeIsBounded(t *testing.T) {
+	one := `{"pid":1,"command":"` + strings.Repeat(`\u001b`, 300) + `"}`
+	body := `{"processes":[` + strings.Repeat(one+",", guestapi.MaxKeepAwake) + one + `]}`
+	resp, err := clientOf(t, answer(200, body)).Awake(t.Context(), "t")
+	if err != nil || len(resp.Processes) != guestapi.MaxKeepAwake {
+		t.Fatalf("%d processes, %v", len(resp.Processes), err)
+	}
+	for _, p := range resp.Processes {
+		if len(p.Command) > guestapi.MaxCommand || !strings.HasPrefix(p.Command, "???") {
+			t.Errorf("command %q", p.Command)
+		}
+	}
+}
+
 func TestRefusalsAreKnown(t *testing.T) {
 	for status, want := range map[int]error{401: guestapi.ErrUnauthorized, 409: guestapi.ErrRefused} {
 		if err := clientOf(t, answer(status, "{}")).Thaw(t.Context(), "t", guestapi.ThawRequest{}); !errors.Is(err, want) {
@@ -122,4 +136,15 @@ func ExampleHTTPClient() {
 	req, _ := http.NewRequest(http.MethodGet, guestapi.BaseURL+"/files?path=notes.txt", nil)
 	req.Header.Set(guestapi.AccessHeader, "the sandbox's access token")
 	_ = client // client.Do(req); processconnect.NewProcessClient(client, guestapi.BaseURL)
+}
+
+func TestIsControl(t *testing.T) {
+	for p, want := range map[string]bool{
+		"/init": true, "/INIT": true, "init/": true, "/x/../freeze": true, "//thaw/more": true, "/clock": true, "/awake": true,
+		"/health": false, "/files": false, "/initial": false, "/": false, "/process.Process/Start": false, "/x/init": false,
+	} {
+		if got := guestapi.IsControl(p); got != want {
+			t.Errorf("%s: %v", p, got)
+		}
+	}
 }

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"net/http"
 	"net/url"
-	"path"
 	"slices"
 	"strings"
 
@@ -71,7 +70,7 @@ func isPublic(sb sandbox.Sandbox, port int) bool { return slices.Contains(sb.Pol
 // admitAgent checks a call to the agent. The host's own calls are refused
 // besides, as the agent does that needs another token for them.
 func (p *Proxy) admitAgent(r *http.Request, sb sandbox.Sandbox) error {
-	if isControlPath(r.URL.Path) {
+	if guestapi.IsControl(r.URL.Path) {
 		return errHostsOnly
 	}
 	token, err := p.core.AgentToken(r.Context(), sb.ID)
@@ -85,17 +84,6 @@ func (p *Proxy) admitAgent(r *http.Request, sb sandbox.Sandbox) error {
 	r.Header.Del(guestapi.TokenHeader)
 	r.Header.Set(guestapi.AccessHeader, token)
 	return nil
-}
-
-// isControlPath tells whether a path is a control call of the agent.
-func isControlPath(p string) bool {
-	p = strings.ToLower(path.Clean("/" + p))
-	for _, call := range []string{guestapi.InitPath, guestapi.FreezePath, guestapi.ThawPath} {
-		if p == call || strings.HasPrefix(p, call+"/") {
-			return true
-		}
-	}
-	return false
 }
 
 // passes says what a request showed.

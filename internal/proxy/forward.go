@@ -102,6 +102,8 @@ func (p *Proxy) forward(w *answerWriter, r *http.Request, t target, id string, c
 	transport, done := p.transport(r)
 	defer done()
 	var failed error
+	end := func() {} // of a session
+	defer func() { end() }()
 	rp := &httputil.ReverseProxy{
 		Transport:     transport,
 		FlushInterval: -1,
@@ -111,7 +113,14 @@ func (p *Proxy) forward(w *answerWriter, r *http.Request, t target, id string, c
 			if isEndless(resp) && !p.stream(ctx, cancel) {
 				return errStopping
 			}
-			clean(resp.Header, t, r.Host)
+			if isPreview(resp) {
+				ended, err := p.core.Session(id, sandbox.SessionPreview)
+				if err != nil {
+					return err
+				}
+				end = ended
+			}
+			clean(resp.Header, t)
 			if s := woken.String(); s != "" {
 				resp.Header.Set(api.ResumeHeader, s)
 			}
@@ -174,7 +183,7 @@ func fromHere(addr string) bool {
 
 // clean takes out of an answer what a guest must not say in another's name, and
 // makes what it says of paths fit those of the client.
-func clean(h http.Header, t target, host string) {
+func clean(h http.Header, t target) {
 	h.Del(api.ResumeHeader)
 	cookies := h["Set-Cookie"]
 	h.Del("Set-Cookie")
@@ -258,6 +267,11 @@ func (b *requestBody) finish(w http.ResponseWriter) {
 		b.mu.Lock()
 	}
 	b.mu.Unlock()
+}
+
+// isPreview tells whether a WebSocket begins: somebody looks at a preview.
+func isPreview(resp *http.Response) bool {
+	return resp.StatusCode == http.StatusSwitchingProtocols && strings.EqualFold(resp.Header.Get("Upgrade"), "websocket")
 }
 
 // answerWriter remembers the status of an answer and can break it off.

@@ -108,21 +108,22 @@ func (g guest) url(p string) *url.URL {
 // completeCall reads the request of a procedure call to its end. A stream's
 // answer may begin before the last bytes of its request came, and HTTP/1.1 then
 // takes these away from the proxy, whose connection to the guest breaks. Only
-// the one procedure that takes a stream is left to flow, as files are.
-func completeCall(w http.ResponseWriter, r *http.Request, target string) error {
+// the one procedure that takes a stream is left to flow, as files are: then the
+// body is nil.
+func completeCall(w http.ResponseWriter, r *http.Request, target string) (body []byte, err error) {
 	call := strings.HasPrefix(target, "/"+processconnect.ProcessName+"/") || strings.HasPrefix(target, "/filesystem.Filesystem/")
 	if !call || target == processconnect.ProcessStreamInputProcedure {
-		return nil
+		return nil, nil
 	}
-	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxBody))
+	body, err = io.ReadAll(http.MaxBytesReader(w, r.Body, maxBody))
 	if _, large := errors.AsType[*http.MaxBytesError](err); large {
-		return fmt.Errorf("the call is %w: at most %d bytes are taken", errTooLarge, maxBody)
+		return nil, fmt.Errorf("the call is %w: at most %d bytes are taken", errTooLarge, maxBody)
 	}
 	if err != nil {
-		return requestError{message: "the call broke off: " + err.Error()}
+		return nil, requestError{message: "the call broke off: " + err.Error()}
 	}
 	r.Body, r.ContentLength, r.TransferEncoding = io.NopCloser(bytes.NewReader(body)), int64(len(body)), nil
-	return nil
+	return body, nil
 }
 
 // RoundTrip sends a request to the agent with its token and says in words what
@@ -151,7 +152,7 @@ func (g guest) unanswered(err error) error {
 // process, filesystem and file services. Both directions flow at once.
 func (s *Server) proxyAgent(w http.ResponseWriter, r *http.Request) {
 	target := path.Clean("/" + r.PathValue("path"))
-	if isControlPath(target) {
+	if guestapi.IsControl(target) {
 		s.fail(w, r, routeError{r.URL.Path + " (control calls are the host's)"})
 		return
 	}
@@ -162,10 +163,17 @@ func (s *Server) proxyAgent(w http.ResponseWriter, r *http.Request) {
 	}
 	ctx, done := s.stream(r.Context())
 	defer done()
-	if err := completeCall(w, r, target); err != nil {
+	body, err := completeCall(w, r, target)
+	if err != nil {
 		s.fail(w, r, err)
 		return
 	}
+	release, err := s.holdForCall(r, g.id, target, body)
+	if err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	defer release()
 	ctx, stop := cutAfterSleep(ctx, w)
 	defer stop()
 	proxy := &httputil.ReverseProxy{
@@ -198,16 +206,6 @@ func (s *Server) proxyAgent(w http.ResponseWriter, r *http.Request) {
 		},
 	}
 	proxy.ServeHTTP(w, r.WithContext(ctx))
-}
-
-// isControlPath tells whether a clean path is a control call of the agent.
-func isControlPath(p string) bool {
-	for _, c := range []string{guestapi.InitPath, guestapi.FreezePath, guestapi.ThawPath} {
-		if strings.EqualFold(p, c) || len(p) > len(c) && strings.EqualFold(p[:len(c)+1], c+"/") {
-			return true
-		}
-	}
-	return false
 }
 
 // cleanForGuest drops from a header what the guest must not see or be told:
