@@ -140,6 +140,7 @@ func (h *host) wake(ctx context.Context, req ResumeRequest) (StartReport, error)
 		return StartReport{}, fmt.Errorf("load state of snapshot %s: %w", req.Snapshot.ID, err)
 	}
 	watch.lap("state")
+	h.workset.loaded()
 	if err := failpoint.Hit(ctx, failLoaded); err != nil {
 		return StartReport{}, err
 	}
