@@ -16,7 +16,11 @@ import (
 	"testing"
 	"time"
 
+	"connectrpc.com/connect"
+
 	"github.com/hibernacle/hibernacle/api"
+	"github.com/hibernacle/hibernacle/api/process"
+	"github.com/hibernacle/hibernacle/api/process/processconnect"
 	"github.com/hibernacle/hibernacle/client"
 	"github.com/hibernacle/hibernacle/test/hibtest"
 )
@@ -151,6 +155,38 @@ func TestIdle(t *testing.T) {
 			t.Error("the connection lives on")
 		}
 	})
+}
+
+// TestEndOfSession: the end of the last terminal hibernates the sandbox, if its
+// policy says so.
+func TestEndOfSession(t *testing.T) {
+	d := hibtest.Start(t)
+	id := d.Create("--memory", "512", "--on-session-close", "hibernate")
+	d.Shell(id, "true") // is none
+	hc, base := apiClient(t, d).Agent(id, "")
+	procs := processconnect.NewProcessClient(hc, base)
+	var streams []interface{ Close() error }
+	for range 2 {
+		stream, err := procs.Start(t.Context(), connect.NewRequest(&process.StartRequest{
+			Process: &process.ProcessConfig{Cmd: "cat"}, Pty: &process.PTY{Size: &process.PTY_Size{Cols: 80, Rows: 24}},
+		}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !stream.Receive() {
+			t.Fatal(stream.Err())
+		}
+		streams = append(streams, stream)
+	}
+	streams[0].Close()
+	hibtest.Eventually(t, "one session is left", func() bool { return len(d.Inspect(id).Leases) == 1 })
+	if sb := d.Inspect(id); sb.State != api.StateRunning || sb.LastHibernate != nil {
+		t.Errorf("with a session it is %s", sb.State)
+	}
+	streams[1].Close()
+	if sb := d.WaitState(id, api.StateStandby); sb.LastHibernate.Trigger != "session" {
+		t.Errorf("it hibernated by %q", sb.LastHibernate.Trigger)
+	}
 }
 
 // idleTime names the environment variable that says how long TestIdleTraffic
