@@ -137,3 +137,14 @@ func ExampleHTTPClient() {
 	req.Header.Set(guestapi.AccessHeader, "the sandbox's access token")
 	_ = client // client.Do(req); processconnect.NewProcessClient(client, guestapi.BaseURL)
 }
+
+func TestIsControl(t *testing.T) {
+	for p, want := range map[string]bool{
+		"/init": true, "/INIT": true, "init/": true, "/x/../freeze": true, "//thaw/more": true, "/clock": true, "/awake": true,
+		"/health": false, "/files": false, "/initial": false, "/": false, "/process.Process/Start": false, "/x/init": false,
+	} {
+		if got := guestapi.IsControl(p); got != want {
+			t.Errorf("%s: %v", p, got)
+		}
+	}
+}

@@ -8,7 +8,11 @@
 // guest answers is not trusted: Client bounds every answer.
 package guestapi
 
-import "time"
+import (
+	"path"
+	"strings"
+	"time"
+)
 
 const (
 	// Port is the TCP port of the agent.
@@ -31,6 +35,18 @@ const (
 	ClockPath  = "/clock"
 	HealthPath = "/health" // GET, no token: 204 once the agent serves
 )
+
+// IsControl tells whether a path of a request, in whatever spelling, leads to a
+// control call. What lets others through to the agent refuses it.
+func IsControl(p string) bool {
+	p = strings.ToLower(path.Clean("/" + p))
+	for _, call := range []string{InitPath, FreezePath, ThawPath, ClockPath, AwakePath} {
+		if p == call || strings.HasPrefix(p, call+"/") {
+			return true
+		}
+	}
+	return false
+}
 
 // Reasons for an Init, passed on to hooks as HIB_REASON.
 const (

@@ -129,7 +129,7 @@ func (c *Core) Create(_ context.Context, o sandbox.CreateOptions) (sandbox.Sandb
 	}
 	c.n++
 	s := &sandbox.Sandbox{
-		ID: fmt.Sprintf("sandbox%d", c.n), Name: o.Name, Template: o.Template, State: sandbox.StateRunning,
+		ID: fmt.Sprintf("sandbox%d", c.n), Name: o.Name, Template: o.Template, State: sandbox.StateRunning, TrafficToken: fmt.Sprintf("token-sandbox%d", c.n),
 		CreatedAt: time.Now(), MemoryMiB: 2048, CPUs: 1, Labels: o.Labels, Env: o.Env, Policy: policy,
 		LastResume: &sandbox.ResumeReport{Tier: "local", TotalMS: 30, Phases: map[string]float64{"state": 2}},
 	}
@@ -308,6 +308,23 @@ func (c *Core) Delete(_ context.Context, id string) error {
 		return nil
 	})
 	return err
+}
+
+// Wake wakes a sandbox.
+func (c *Core) Wake(_ context.Context, id, by string) (woken sandbox.Woken, err error) {
+	_, err = c.with("Wake", id, func(s *sandbox.Sandbox) error {
+		woken.ID = s.ID
+		switch s.State {
+		case sandbox.StateFailed:
+			return failed(s)
+		case sandbox.StateRunning:
+			return nil
+		}
+		s.LastResume = &sandbox.ResumeReport{Tier: "local", TotalMS: 30, Phases: map[string]float64{"state": 2}, By: by}
+		woken.Resumed, woken.Report = true, s.LastResume
+		return c.wake(s)
+	})
+	return woken, err
 }
 
 // Dial connects to where Ports leads.
