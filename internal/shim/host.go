@@ -330,7 +330,11 @@ func (h *host) dialGuest(ctx context.Context, port uint16, control bool) (net.Co
 		return nil, err
 	}
 	if d, ok := machine.(guestDialer); ok {
-		return d.Dial(ctx, int(port))
+		conn, err := d.Dial(ctx, int(port))
+		if err != nil || control {
+			return conn, err
+		}
+		return network.Count(conn)
 	}
 	if control {
 		return network.DialControl(ctx, port)

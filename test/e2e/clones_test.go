@@ -19,7 +19,7 @@ func TestClonesDiffer(t *testing.T) {
 	var wg sync.WaitGroup
 	for i := range clones {
 		wg.Go(func() {
-			out, stderr, code := d.Try("create", "base", "--memory", "512")
+			out, stderr, code := d.Try("create", "base", "--memory", "512", "--idle-timeout", "never")
 			if code != 0 {
 				t.Errorf("create: %s", stderr)
 			}
