@@ -34,6 +34,7 @@ const webServer = `
 import hashlib, http.server, socketserver
 class H(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    counted = 0
     def do_PUT(self):
         h, left = hashlib.sha256(), int(self.headers["Content-Length"])
         while left:
@@ -51,6 +52,9 @@ class H(http.server.BaseHTTPRequestHandler):
             try:
                 while True: self.wfile.write(b"x" * 65536)
             except OSError: pass
+        elif self.path == "/count":
+            H.counted += 1
+            self.answer(str(H.counted))
         else:
             self.answer(self.headers["Host"] + " " + self.path)
     def answer(self, text):
@@ -254,6 +258,33 @@ func TestTrafficWakes(t *testing.T) {
 	d.Hib("rm", w.id)
 	if resp, body := w.do(w.request("GET", "/", nil)); resp.StatusCode != http.StatusNotFound {
 		t.Errorf("deleted: %s %s", resp.Status, body)
+	}
+}
+
+// TestTrafficMeetsIdleness: requests that come when a sandbox is just falling
+// asleep, is asleep or wakes are each answered, and carried out once.
+func TestTrafficMeetsIdleness(t *testing.T) {
+	d := hibtest.Start(t)
+	w := newWeb(t, d)
+	d.Hib("update", w.id, "--idle-timeout", "1s")
+	const rounds = 40
+	seed := time.Now().UnixNano()
+	t.Logf("seed %d", seed)
+	pause := rand.New(rand.NewPCG(uint64(seed), 0))
+	woken := 0
+	for n := 1; n <= rounds; n++ {
+		resp, body := w.do(w.request("GET", "/count", nil))
+		if resp.StatusCode != 200 || body != strconv.Itoa(n) {
+			t.Fatalf("request %d: %s %q", n, resp.Status, body)
+		}
+		if resp.Header.Get(api.ResumeHeader) != "" {
+			woken++
+		}
+		time.Sleep(900*time.Millisecond + time.Duration(pause.IntN(500))*time.Millisecond) // around the instant
+	}
+	t.Logf("%d of %d requests woke it", woken, rounds)
+	if woken == 0 {
+		t.Error("it never fell asleep")
 	}
 }
 
