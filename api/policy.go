@@ -60,13 +60,17 @@ type Schedule struct {
 }
 
 // Egress is what a sandbox may reach. Without rules it may reach public
-// addresses, and neither the host nor private ranges nor other sandboxes.
+// addresses, and neither the host nor private ranges nor other sandboxes. A rule
+// is "CIDR[:PORT]" or "DOMAIN[:PORT]", where a domain is "example.com" alone,
+// "*.example.com" for every name below, or "*" for everything. docs/network.md
+// says how rules are weighed.
 type Egress struct {
 	Profile string `json:"profile,omitempty"` // EgressInternet (default), EgressNone or EgressAllowList
-	// Allow opens what is closed otherwise: "CIDR[:PORT]", or "host:PORT" for a
-	// port of the host's own loopback, reached in the guest as host.hib.internal.
+	// Allow opens what is closed otherwise. It takes "host:PORT", too, for a port of
+	// the host's own loopback, reached in the guest as host.hib.internal.
 	Allow []string `json:"allow,omitempty"`
-	// Deny closes what is open otherwise: "CIDR[:PORT]". It wins over Allow.
+	// Deny closes what is open otherwise. It wins over rules of Allow that are not
+	// more specific.
 	Deny []string `json:"deny,omitempty"`
 }
 
@@ -80,6 +84,22 @@ type Hook struct {
 	Timeout    Duration          `json:"timeout,omitempty"` // default 5s, at most 1m
 	Env        map[string]string `json:"env,omitempty"`
 	Background bool              `json:"background,omitempty"` // requests do not wait for it; for HookPostResume alone
+}
+
+// HookRun is how a hook ran. All but its event comes from the guest.
+type HookRun struct {
+	Name         string    `json:"name"`
+	Event        string    `json:"event"`
+	Reason       string    `json:"reason"`              // HIB_REASON of the run
+	ExitCode     int       `json:"exit_code"`           // -1: it did not exit by itself
+	Signal       string    `json:"signal,omitempty"`    // that ended it
+	TimedOut     bool      `json:"timed_out,omitempty"` // it was killed at its timeout
+	Error        string    `json:"error,omitempty"`     // why it did not run, or not to its end
+	DurationMS   float64   `json:"duration_ms"`
+	Output       string    `json:"output,omitempty"`        // stdout and stderr: the beginning and the end of them
+	DroppedBytes int64     `json:"dropped_bytes,omitempty"` // of output that is not kept
+	Background   bool      `json:"background,omitempty"`
+	StartedAt    time.Time `json:"started_at"` // by the guest's clock
 }
 
 // The events of hooks.

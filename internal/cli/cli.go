@@ -123,7 +123,7 @@ Start the daemon with "hib serve", then: hib template build, hib create, hib exe
 		newCreateCommand(a), newUpdateCommand(a), newDrainCommand(a), newLsCommand(a), newInspectCommand(a), newExecCommand(a),
 		newHibernateCommand(a), newHoldCommand(a), newResumeCommand(a), newRmCommand(a), newLogsCommand(a),
 		newCheckpointCommand(a), newRestoreCommand(a), newForkCommand(a),
-		newCpCommand(a), newPortForwardCommand(a),
+		newCpCommand(a), newPortForwardCommand(a), newURLCommand(a),
 		newStoreCommand(a),
 		newBenchCommand(a), newShimCommand(),
 	)

@@ -35,7 +35,7 @@ func TestMain(m *testing.M) {
 // daemon is a server over a core in memory, whose guest's home is home.
 func daemon(t testing.TB, home string) (url string, core *servertest.Core) {
 	core = servertest.NewCore(t, servertest.NewAgent(t, home))
-	srv := server.New(server.Config{Core: core, Key: key, Version: api.Version{Version: "1.2.3", API: 1, VMM: "qemu 7.2.0", Accel: "tcg"}})
+	srv := server.New(server.Config{Core: core, Key: key, PortURL: "http://{port}-{id}.localhost:7070/", Version: api.Version{Version: "1.2.3", API: 1, VMM: "qemu 7.2.0", Accel: "tcg"}})
 	hs := httptest.NewServer(srv)
 	t.Cleanup(func() { srv.Close(); hs.CloseClientConnections(); hs.Close() })
 	return hs.URL, core

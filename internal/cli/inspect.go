@@ -46,6 +46,9 @@ func runInspect(ctx context.Context, a *app, id string) error {
 	if sb.Checkpoints > 0 {
 		rows = append(rows, []string{"Checkpoints", strconv.Itoa(sb.Checkpoints)})
 	}
+	if sb.PortURL != "" {
+		rows = append(rows, []string{"Ports", sb.PortURL})
+	}
 	if x := sb.Activity; x != nil {
 		rows = append(rows, []string{"Activity", activityLine(x)})
 		for _, p := range x.KeepAwake {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"os"
 	"strings"
 
@@ -17,6 +18,7 @@ type serveOptions struct {
 	guestMemory  string
 	parkedMemory string
 	localBudget  string
+	dns          []string
 	logFormat    string
 	logLevel     string
 }
@@ -39,6 +41,7 @@ set: credentials that may only read.`,
 	}
 	f := cmd.Flags()
 	f.StringVar(&o.config.Listen, "listen", "127.0.0.1:7070", "`ADDRESS` to listen at; port 0 takes a free one")
+	f.StringVar(&o.config.Domain, "domain", "", "`DOMAIN` of the hosts PORT-ID.DOMAIN that lead to ports of sandboxes; behind a TLS proxy with its scheme: https://sandboxes.example.com (default: localhost)")
 	f.StringVar(&o.config.User, "user", "", "unprivileged `ACCOUNT` for shims and VMMs when run as root (default: hibernacle if it exists, or nobody)")
 	f.StringVar(&o.config.Accel, "accel", "", "accelerator: kvm or tcg (default: what the host has)")
 	f.StringVar(&o.config.CPUModel, "cpu-model", "", "named CPU model of the guests (default: one that suits the accelerator)")
@@ -49,6 +52,7 @@ set: credentials that may only read.`,
 	f.IntVar(&o.config.DiskReserve, "disk-reserve", 25, "`PERCENT` of the memory of guests that run; so much of the disk stays free for their hibernations")
 	f.StringVar(&o.config.Store, "store", "", "`URL` of an S3-compatible store that snapshots are replicated to: s3://BUCKET/PREFIX?endpoint=https://HOST&region=REGION (default: none)")
 	f.StringVar(&o.localBudget, "local-budget", "0", "`SIZE` that packs may take up on the local disk, such as 200G; what was not used for longest stays in --store only (0: no limit)")
+	f.StringArrayVar(&o.dns, "dns", nil, "`ADDRESS` of a DNS server that answers sandboxes, may be repeated (default: those of the host's /etc/resolv.conf)")
 	f.StringVar(&o.logFormat, "log-format", daemon.LogText, "text or json")
 	f.StringVar(&o.logLevel, "log-level", "info", "debug, info, warn or error")
 	return cmd
@@ -73,6 +77,9 @@ func runServe(ctx context.Context, a *app, o serveOptions) error {
 	if c.LocalBudget, err = parseSize(o.localBudget); err != nil {
 		return usagef("--local-budget %q: it must be a size such as 200G or 512M, or 0", o.localBudget)
 	}
+	if c.Resolvers, err = resolvers(o.dns); err != nil {
+		return err
+	}
 	c.Log, c.Version = log, a.Version
 	if c.Data, err = a.data(); err != nil {
 		return err
@@ -82,6 +89,23 @@ func runServe(ctx context.Context, a *app, o serveOptions) error {
 		return fmt.Errorf("find this program: %w", err)
 	}
 	return daemon.Run(ctx, c, func(s daemon.Started) { a.announce(s) })
+}
+
+// resolvers reads the flag dns.
+func resolvers(flags []string) ([]string, error) {
+	var servers []string
+	for _, text := range flags {
+		server, err := netip.ParseAddrPort(text)
+		if err != nil {
+			addr, err := netip.ParseAddr(text)
+			if err != nil {
+				return nil, usagef("--dns %q: it must be an IP address, or one with a port, such as 10.0.0.53 or 127.0.0.1:5353", text)
+			}
+			server = netip.AddrPortFrom(addr, 53)
+		}
+		servers = append(servers, server.String())
+	}
+	return servers, nil
 }
 
 // guestMemory reads the flag of that name.

@@ -28,6 +28,7 @@ const (
 type Config struct {
 	Data         string       // data folder, made if it is missing
 	Listen       string       // TCP address, port 0 takes a free one
+	Domain       string       // of the hosts that name ports of sandboxes, see parseDomain; "" is proxy.DefaultDomain
 	User         string       // account for shims and VMMs; "" is the default one (see Account)
 	Accel        string       // "kvm", "tcg" or "" for what the host has
 	CPUModel     string       // named CPU model of the guests, "" for the default
@@ -38,6 +39,7 @@ type Config struct {
 	DiskReserve  int          // percent of the RAM of guests that run; so much of the disk is kept free for their hibernations
 	Store        string       // address of the remote store, see s3.ParseURL; "": none
 	LocalBudget  int64        // bytes that packs may take up on the local disk once they are in the remote store too; 0: no limit
+	Resolvers    []string     // DNS servers ("address:port") that answer sandboxes; none: those of the host
 	WrapVMM      []string     // command that the VMM is started by, for tests
 	Version      string       // of this build
 	Program      string       // this program's file, which shims are started from
@@ -73,6 +75,9 @@ func (c Config) check() error {
 	}
 	if _, _, err := net.SplitHostPort(c.Listen); err != nil {
 		return fmt.Errorf("listen address %q: %w; it must be of the form HOST:PORT", c.Listen, err)
+	}
+	if _, err := parseDomain(c.Domain, nil); err != nil {
+		return err
 	}
 	switch c.Accel {
 	case "", "kvm", "tcg":

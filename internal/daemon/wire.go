@@ -89,7 +89,7 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 		Catalog: cat,
 		Launcher: launcher{&shim.Launcher{
 			Binary: c.Program, RunDir: f.Run, Store: f.Store, Account: credential(a),
-			Driver: driverConfig, FullCapture: probe != nil, Remote: read,
+			Driver: driverConfig, FullCapture: probe != nil, Resolvers: c.Resolvers, Remote: read,
 		}},
 		Snapshots:    sandbox.FromRepository(snapshots, store),
 		Tier:         replicas,
@@ -99,11 +99,12 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 		StoreDir:     f.Store,
 		Build:        template.Options{CacheDir: f.Cache, GuestBinary: filepath.Join(filepath.Dir(c.Program), guestProgram)},
 		Console:      func(name string) string { return filepath.Join(f.Logs, name+".log") },
+		HookLog:      func(id string) string { return filepath.Join(f.Logs, id+".hooks") },
 		FreeBytes:    func() (int64, error) { return freeBytes(f.Store) },
 		GuestMemory:  guests, HibernateShare: c.DiskReserve,
 		Pool: c.Pool, ParkedMemory: parked, Pressure: pressure.watch, LowMemory: pressure.isLow,
 		CheckEgress: func(e sandbox.Egress) error {
-			_, err := vnet.ParsePolicy(e.Allow, e.Deny)
+			_, err := vnet.ParsePolicy(e.Profile, e.Allow, e.Deny)
 			return err
 		},
 		Events: sandbox.LogEvents(c.Log),

@@ -233,7 +233,14 @@ func (c *Core) recoverRunning(ctx context.Context, e *entry) error {
 			return c.goBack(whole, e, exitReason(st))
 		}
 		return c.fail(ctx, e, exitReason(st))
-	case shim.PhaseCapturing, shim.PhaseSealed:
+	case shim.PhaseCapturing, shim.PhaseSealed, shim.PhaseRunning:
+	default:
+		return c.fail(ctx, e, fmt.Sprintf("its shim lost it: it is %s", st.Phase))
+	}
+	if err := c.recoverEgress(ctx, e); err != nil {
+		return err
+	}
+	if st.Phase != shim.PhaseRunning {
 		// Sealed as what the record names it goes on from there.
 		committed := st.Captured != nil && e.rec.Snapshot != nil && st.Captured.Snapshot == *e.rec.Snapshot
 		if err := c.thaw(ctx, e, shim.ThawRequest{Attempt: st.Attempt, Committed: committed}); err != nil {
@@ -242,9 +249,6 @@ func (c *Core) recoverRunning(ctx context.Context, e *entry) error {
 		if e.rec.State != StateRunning {
 			return nil // it ended instead
 		}
-	case shim.PhaseRunning:
-	default:
-		return c.fail(ctx, e, fmt.Sprintf("its shim lost it: it is %s", st.Phase))
 	}
 	c.watch(e, vm)
 	return nil

@@ -308,7 +308,7 @@ func prepareRequest(shape vmm.Shape, art template.Artifacts, boot bool) shim.Pre
 
 // runGuest lets the machine that is attached boot, resume or go on.
 func (c *Core) runGuest(ctx context.Context, e *entry, req startRequest, art template.Artifacts) (shim.StartReport, error) {
-	attach, init := c.attachment(&e.rec), guestapi.InitRequest{Reason: e.rec.wakeReason(), Generation: e.rec.Generation}
+	attach, init := c.attachment(&e.rec), guestapi.InitRequest{Reason: e.rec.wakeReason(), Generation: e.rec.Generation, Hooks: guestHooks(e.rec.Policy.Hooks)}
 	if req.from == originBoot {
 		init.Reason = guestapi.ReasonBoot
 	}
@@ -332,6 +332,7 @@ func (c *Core) runGuest(ctx context.Context, e *entry, req startRequest, art tem
 	if err != nil {
 		return rep, fmt.Errorf("resume snapshot %s: %w", ref.ID, err)
 	}
+	c.logHooks(e, rep.Hooks)
 	return rep, nil
 }
 
@@ -369,7 +370,8 @@ func (c *Core) runSnapshot(ctx context.Context, e *entry, req startRequest, art 
 
 // attachment returns what a machine gets when it becomes the sandbox's.
 func (c *Core) attachment(r *record) shim.Attach {
-	return shim.Attach{Console: c.cfg.Console(r.ID), Allow: r.Policy.Egress.Allow, Deny: r.Policy.Egress.Deny}
+	g := r.Policy.Egress
+	return shim.Attach{Console: c.cfg.Console(r.ID), Profile: g.Profile, Allow: g.Allow, Deny: g.Deny}
 }
 
 // key returns the compatibility key of a machine of a template.

@@ -53,7 +53,7 @@ func (s *Server) restoreSandbox(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, err)
 		return
 	}
-	writeJSON(w, http.StatusOK, api.Restored{Sandbox: toSandbox(sb), Kept: kept})
+	writeJSON(w, http.StatusOK, api.Restored{Sandbox: s.toSandbox(sb), Kept: kept})
 }
 
 func (s *Server) forkSandbox(w http.ResponseWriter, r *http.Request) {
@@ -69,7 +69,7 @@ func (s *Server) forkSandbox(w http.ResponseWriter, r *http.Request) {
 	}
 	out := make([]api.Sandbox, 0, len(forks))
 	for _, f := range forks {
-		out = append(out, toSandbox(f))
+		out = append(out, s.toSandbox(f))
 	}
 	writeJSON(w, http.StatusCreated, out)
 }

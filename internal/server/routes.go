@@ -39,6 +39,7 @@ func (s *Server) routes() []route {
 		{"POST", "/v1/sandboxes/{id}/restore", s.restoreSandbox},
 		{"POST", "/v1/sandboxes/{id}/fork", s.forkSandbox},
 		{"GET", "/v1/sandboxes/{id}/logs", s.getLogs},
+		{"GET", "/v1/sandboxes/{id}/hooks", s.getHooks},
 
 		{"POST", "/v1/sandboxes/{id}/exec", s.exec},
 		{"GET", "/v1/sandboxes/{id}/files", s.downloadFile},

@@ -51,10 +51,15 @@ type Core interface {
 	Fork(ctx context.Context, id string, o sandbox.ForkOptions) ([]sandbox.Sandbox, error)
 	CreateTemplateFrom(ctx context.Context, id, checkpoint, name string) (sandbox.Template, error)
 
+	// Wake makes sure that the guest takes requests, and says whether it had to be
+	// resumed for that; by tells who asks.
+	Wake(ctx context.Context, id, by string) (sandbox.Woken, error)
 	// Dial connects to a TCP port in the guest and wakes it for that.
 	Dial(ctx context.Context, id string, port int) (net.Conn, error)
 	// AgentToken returns the token that the agent's process and file calls need.
 	AgentToken(ctx context.Context, id string) (string, error)
+	// HookRuns returns how the sandbox's hooks ran, oldest first. It wakes nothing.
+	HookRuns(ctx context.Context, id string) ([]sandbox.HookRun, error)
 	// Logs opens what the guest printed on its console.
 	Logs(ctx context.Context, id string) (io.ReadCloser, error)
 
@@ -78,6 +83,7 @@ type Config struct {
 	Core    Core
 	Key     string       // the API key that every request but /v1/health must show
 	Version api.Version  // answer to /v1/version
+	PortURL string       // URL of a port of a sandbox, with {port} and {id} in it; "" if there is none
 	Log     *slog.Logger // nil discards
 }
 
@@ -85,6 +91,7 @@ type Config struct {
 type Server struct {
 	core    Core
 	version api.Version
+	portURL string
 	log     *slog.Logger
 	guests  *http.Transport
 	handler http.Handler
@@ -97,7 +104,7 @@ type Server struct {
 
 // New returns a server. Close it to end its streams.
 func New(c Config) *Server {
-	s := &Server{core: c.Core, version: c.Version, log: c.Log, stopping: make(chan struct{})}
+	s := &Server{core: c.Core, version: c.Version, portURL: c.PortURL, log: c.Log, stopping: make(chan struct{})}
 	if s.log == nil {
 		s.log = slog.New(slog.DiscardHandler)
 	}
@@ -145,9 +152,14 @@ func (s *Server) stream(ctx context.Context) (_ context.Context, done func()) {
 }
 
 // NewHTTPServer returns an http.Server for h with the limits of time and size
-// that suit it: headers are bounded, bodies and answers may last.
+// that suit it: headers are bounded, bodies and answers may last. It speaks
+// HTTP/1.1 and, to clients that begin with it, HTTP/2 without encryption.
 func NewHTTPServer(h http.Handler, log *slog.Logger) *http.Server {
+	protocols := new(http.Protocols)
+	protocols.SetHTTP1(true)
+	protocols.SetUnencryptedHTTP2(true)
 	return &http.Server{
+		Protocols:         protocols,
 		Handler:           h,
 		ReadHeaderTimeout: 10 * time.Second,
 		IdleTimeout:       2 * time.Minute,

@@ -98,6 +98,17 @@ func (c *Client) Thaw(ctx context.Context, req ThawRequest) error {
 	return c.call(ctx, http.MethodPost, "thaw", req, &struct{}{})
 }
 
+// Hooks returns the results of hooks that no report had so far, each once. A
+// shim of before hooks answers with none.
+func (c *Client) Hooks(ctx context.Context, req HooksRequest) (HooksReport, error) {
+	var r HooksReport
+	err := c.added(ctx, "hooks", req, &r)
+	if errors.Is(err, ErrUnknown) {
+		return HooksReport{}, nil
+	}
+	return r, err
+}
+
 // Park keeps a sealed machine as a cache.
 func (c *Client) Park(ctx context.Context, req ParkRequest) (ParkReport, error) {
 	var r ParkReport
@@ -115,6 +126,12 @@ func (c *Client) Unpark(ctx context.Context, req UnparkRequest) (StartReport, er
 func (c *Client) Activity(ctx context.Context, req ActivityRequest) (Activity, error) {
 	var a Activity
 	return a, c.added(ctx, "activity", req, &a)
+}
+
+// SetEgress puts an egress policy in force: ErrUnknown (wrapped) if the shim is
+// too old to know. After an error of code CodeInvalid the one before still is.
+func (c *Client) SetEgress(ctx context.Context, req EgressRequest) error {
+	return c.added(ctx, "egress", req, &struct{}{})
 }
 
 // added gives an order that came with version 2 of the protocol or later.

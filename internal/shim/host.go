@@ -30,9 +30,10 @@ type Config struct {
 	Dir         string       `json:"dir"`   // private folder of this machine; holds the socket
 	Store       string       `json:"store"` // folder of the snapshot store
 	Driver      DriverConfig `json:"driver"`
-	Account     *Credential  `json:"account"`      // to change to once the pager is mounted; nil: stay
-	FullCapture bool         `json:"full_capture"` // the kernel does not report dirty pages rightly: save every page
-	Remote      *s3.Config   `json:"remote"`       // store of what is not in Store any more, with credentials that need not write; nil: there is none
+	Account     *Credential  `json:"account"`             // to change to once the pager is mounted; nil: stay
+	FullCapture bool         `json:"full_capture"`        // the kernel does not report dirty pages rightly: save every page
+	Resolvers   []string     `json:"resolvers,omitempty"` // DNS servers ("address:port") that answer the guest; none: those of the host
+	Remote      *s3.Config   `json:"remote"`              // store of what is not in Store any more, with credentials that need not write; nil: there is none
 }
 
 // DriverConfig chooses and sets up the VMM driver.
@@ -74,8 +75,10 @@ type host struct {
 	parent *snapshot.Snapshot // that the guest goes on from; nil until a cold boot was parked
 	token  string             // present control token of the agent
 	advice string             // what is wrong with the snapshot's working set
+	plain  bool               // the agent is one of before hooks
 
 	workset workset
+	denials *denials
 
 	mu      sync.Mutex
 	machine vmm.Machine   // written once, by an order; orders read it without mu
@@ -83,9 +86,10 @@ type host struct {
 	phase   Phase
 	adopted bool
 	attempt uint64
-	refused uint64         // attempts up to this one are refused
-	cancel  func()         // of the capture under way
-	report  *CaptureReport // of the capture sealed last
+	refused uint64                // attempts up to this one are refused
+	cancel  func()                // of the capture under way
+	report  *CaptureReport        // of the capture sealed last
+	hooks   []guestapi.HookResult // that no report had
 	exit    *vmm.Exit
 	failure error         // of the machine's memory
 	changed chan struct{} // closed and replaced at each change
@@ -101,7 +105,7 @@ type host struct {
 func newHost(cfg Config, driver vmm.Driver, log *slog.Logger, limits limits, remote *remote) (*host, error) {
 	h := &host{
 		cfg: cfg, driver: driver, log: log, limits: limits, remote: remote,
-		order: make(chan struct{}, 1), console: &console{}, phase: PhaseIdle,
+		order: make(chan struct{}, 1), console: &console{}, denials: newDenials(), phase: PhaseIdle,
 		changed: make(chan struct{}), exited: make(chan struct{}), ended: make(chan struct{}), cut: make(chan struct{}),
 	}
 	h.order <- struct{}{}
@@ -326,7 +330,11 @@ func (h *host) dialGuest(ctx context.Context, port uint16, control bool) (net.Co
 		return nil, err
 	}
 	if d, ok := machine.(guestDialer); ok {
-		return d.Dial(ctx, int(port))
+		conn, err := d.Dial(ctx, int(port))
+		if err != nil || control {
+			return conn, err
+		}
+		return network.Count(conn)
 	}
 	if control {
 		return network.DialControl(ctx, port)
@@ -388,7 +396,10 @@ func (h *host) prepare(ctx context.Context, req PrepareRequest) error {
 			return err
 		}
 	}
-	network, err := vnet.New(vnet.Config{Log: h.log})
+	network, err := vnet.New(vnet.Config{
+		Policy: vnet.Policy{Profile: vnet.ProfileNone}, // until attach
+		Log:    h.log, OnDenied: h.denials.add, Resolvers: h.cfg.Resolvers,
+	})
 	if err != nil {
 		return err
 	}
