@@ -7,3 +7,6 @@ func (s *Server) Routes() (all [][2]string) {
 	}
 	return all
 }
+
+// StartRequest reads the request of process.Process/Start from a call's body.
+var StartRequest = startRequest

@@ -51,6 +51,8 @@ type Core interface {
 	Dial(ctx context.Context, id string, port int) (net.Conn, error)
 	// AgentToken returns the token that the agent's process and file calls need.
 	AgentToken(ctx context.Context, id string) (string, error)
+	// HookRuns returns how the sandbox's hooks ran, oldest first. It wakes nothing.
+	HookRuns(ctx context.Context, id string) ([]sandbox.HookRun, error)
 	// Logs opens what the guest printed on its console.
 	Logs(ctx context.Context, id string) (io.ReadCloser, error)
 

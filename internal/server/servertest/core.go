@@ -29,6 +29,7 @@ const Token = "the-access-token"
 type Core struct {
 	Fail    func(method string) error // an error that a method is to return; nil: none
 	Ports   map[int]string            // where connections to ports of a guest really go
+	Runs    []sandbox.HookRun         // of every sandbox
 	LogFile string                    // console log of every sandbox
 	Headers chan http.Header          // takes those of requests to the agent, as far as there is room
 	Steps   []sandbox.Progress        // of a build
@@ -360,6 +361,12 @@ func (c *Core) Logs(_ context.Context, id string) (io.ReadCloser, error) {
 		return io.NopCloser(strings.NewReader("")), nil
 	}
 	return os.Open(c.LogFile)
+}
+
+// HookRuns returns Runs.
+func (c *Core) HookRuns(_ context.Context, id string) ([]sandbox.HookRun, error) {
+	_, err := c.with("HookRuns", id, func(*sandbox.Sandbox) error { return nil })
+	return c.Runs, err
 }
 
 // Templates returns all templates.
