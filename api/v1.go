@@ -3,7 +3,10 @@
 // does not.
 package api
 
-import "time"
+import (
+	"encoding/json"
+	"time"
+)
 
 // State is where a sandbox is in its lifecycle.
 type State string
@@ -303,6 +306,20 @@ type Host struct {
 	ParkedBytes    int64 `json:"parked_bytes"`    // of memory that they take up; it is given back when guests need it, and so is the pool's
 	PoolBytes      int64 `json:"pool_bytes"`      // of memory that machines take up that were started beforehand
 }
+
+// Event is one thing that happened, in the stream /v1/events and in webhooks.
+// docs/events.md lists the types with their data.
+type Event struct {
+	ID      uint64          `json:"id"` // grows, never used twice
+	Time    time.Time       `json:"time"`
+	Type    string          `json:"type"`
+	Sandbox string          `json:"sandbox,omitempty"` // id, "" for what is about the host
+	Name    string          `json:"name,omitempty"`    // of the sandbox, as it was then
+	Data    json.RawMessage `json:"data,omitempty"`    // an object
+}
+
+// EventGap is the type of the event that says that others are missing.
+const EventGap = "gap"
 
 // Version is the answer to GET /v1/version.
 type Version struct {

@@ -31,8 +31,9 @@ var Allowed = map[string][]string{
 	"internal/daemon":     {"api", "internal/atomicfile", "internal/blob/disk", "internal/blob/s3", "internal/blob/wrap", "internal/catalog", "internal/pager", "internal/sandbox", "internal/server", "internal/shim", "internal/snapshot", "internal/template", "internal/tier", "internal/vmm", "internal/vnet"},
 
 	// the service
-	"internal/server":   {"api", "api/process", "api/process/processconnect", "internal/guestapi", "internal/sandbox"},
+	"internal/server":   {"api", "api/process", "api/process/processconnect", "internal/events", "internal/guestapi", "internal/sandbox"},
 	"internal/sandbox":  {"internal/blob", "internal/catalog", "internal/failpoint", "internal/guestapi", "internal/shim", "internal/snapshot", "internal/template", "internal/tier", "internal/vmm"},
+	"internal/events":   {},
 	"internal/catalog":  {},
 	"internal/template": {"internal/atomicfile"},
 

@@ -37,6 +37,8 @@ func (s *Server) routes() []route {
 		{"", "/v1/sandboxes/{id}/agent/{path...}", s.proxyAgent},
 		{"GET", "/v1/sandboxes/{id}/ports/{port}/connect", s.connectPort},
 
+		{"GET", "/v1/events", s.getEvents},
+
 		{"GET", "/v1/templates", s.listTemplates},
 		{"POST", "/v1/templates", s.buildTemplate},
 		{"GET", "/v1/templates/{name}", s.getTemplate},

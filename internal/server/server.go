@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/hibernacle/hibernacle/api"
+	"github.com/hibernacle/hibernacle/internal/events"
 	"github.com/hibernacle/hibernacle/internal/sandbox"
 )
 
@@ -58,6 +59,8 @@ type Config struct {
 	Key     string       // the API key that every request but /v1/health must show
 	Version api.Version  // answer to /v1/version
 	Log     *slog.Logger // nil discards
+
+	Events *events.Journal // what /v1/events shows; nil: nothing is
 }
 
 // Server is an http.Handler for the whole interface.
@@ -68,6 +71,9 @@ type Server struct {
 	guests  *http.Transport
 	handler http.Handler
 
+	events    *events.Journal
+	heartbeat time.Duration
+
 	mu       sync.Mutex
 	stopped  bool
 	stopping chan struct{}
@@ -76,7 +82,8 @@ type Server struct {
 
 // New returns a server. Close it to end its streams.
 func New(c Config) *Server {
-	s := &Server{core: c.Core, version: c.Version, log: c.Log, stopping: make(chan struct{})}
+	s := &Server{core: c.Core, version: c.Version, log: c.Log, stopping: make(chan struct{}),
+		events: c.Events, heartbeat: heartbeatEvery}
 	if s.log == nil {
 		s.log = slog.New(slog.DiscardHandler)
 	}
