@@ -38,6 +38,7 @@ type Sandbox struct {
 	LastResume    *ResumeReport     `json:"last_resume"`    // null before the first; creation counts as one
 	Replication   *Replication      `json:"replication"`    // of Snapshot to the remote store; null without one
 	Parked        bool              `json:"parked"`         // in standby, its paused VMM is kept as a cache
+	Policy        Policy            `json:"policy"`
 }
 
 // Replication says where the sandbox's snapshot is kept.
@@ -134,18 +135,8 @@ type CreateRequest struct {
 	CPUs      int               `json:"cpus,omitempty"`       // default: the template's
 	Env       map[string]string `json:"env,omitempty"`
 	Labels    map[string]string `json:"labels,omitempty"`
-	Egress    *Egress           `json:"egress,omitempty"`
+	Policy    *PolicyPatch      `json:"policy,omitempty"`    // what differs from the default policy
 	ColdBoot  bool              `json:"cold_boot,omitempty"` // boot instead of resuming the base snapshot: for measuring and for finding faults
-}
-
-// Egress is what a sandbox may reach. Without rules it may reach public
-// addresses, and neither the host nor private ranges nor other sandboxes.
-type Egress struct {
-	// Allow opens what the default denies: "CIDR[:PORT]", or "host:PORT" for a
-	// port of the host's own loopback, reached in the guest as host.hib.internal.
-	Allow []string `json:"allow,omitempty"`
-	// Deny closes what is open otherwise: "CIDR[:PORT]". It wins over Allow.
-	Deny []string `json:"deny,omitempty"`
 }
 
 // ExecRequest runs a command to its end.

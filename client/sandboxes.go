@@ -44,6 +44,12 @@ func (c *Client) Get(ctx context.Context, id string) (s api.Sandbox, err error) 
 	return s, err
 }
 
+// Update changes the policy or the labels of a sandbox. It does not wake it.
+func (c *Client) Update(ctx context.Context, id string, r api.UpdateRequest) (s api.Sandbox, err error) {
+	err = c.call(ctx, http.MethodPatch, c.endpoint("sandboxes", id), r, &s)
+	return s, err
+}
+
 // Delete deletes a sandbox with all that is kept of it.
 func (c *Client) Delete(ctx context.Context, id string) error {
 	return c.call(ctx, http.MethodDelete, c.endpoint("sandboxes", id), nil, nil)

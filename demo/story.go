@@ -75,7 +75,7 @@ func (s *story) create(ctx context.Context) error {
 	rule := fmt.Sprintf("host:%d", gitPort)
 	step("hib create base --memory %d --allow %s", memory, rule)
 	begun := time.Now()
-	sb, err := s.d.c.Create(ctx, api.CreateRequest{Template: "base", MemoryMiB: memory, Egress: &api.Egress{Allow: []string{rule}}})
+	sb, err := s.d.c.Create(ctx, api.CreateRequest{Template: "base", MemoryMiB: memory, Policy: &api.PolicyPatch{IdleTimeout: new(api.Duration), Egress: &api.Egress{Allow: []string{rule}}}})
 	if err != nil {
 		return err
 	}

@@ -246,6 +246,7 @@ func (r *runner) hasPool(memory int) bool {
 func (r *runner) create(ctx context.Context, memory int, cold bool) (api.Sandbox, error) {
 	sb, err := r.target.Create(ctx, api.CreateRequest{
 		Template: r.opts.Template, MemoryMiB: memory, ColdBoot: cold, Labels: map[string]string{"hib": "bench"},
+		Policy: &api.PolicyPatch{IdleTimeout: new(api.Duration)}, // it sleeps when the benchmark says so
 	})
 	if err == nil {
 		r.own.Lock()

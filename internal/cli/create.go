@@ -12,7 +12,7 @@ import (
 type createOptions struct {
 	req         api.CreateRequest
 	env, labels []string
-	egress      api.Egress
+	policy      policyFlags
 }
 
 func newCreateCommand(a *app) *cobra.Command {
@@ -23,8 +23,9 @@ func newCreateCommand(a *app) *cobra.Command {
 		Long: `Make a sandbox of a template (default: base) and print its ID. It is resumed
 from the template's base snapshot, so it runs at once.
 
+It hibernates after 15 seconds without traffic and wakes on the next request.
 Without --allow and --deny it may reach public addresses, and neither the host
-nor private ranges nor other sandboxes.`,
+nor private ranges nor other sandboxes. hib update changes any of this later.`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if len(args) > 1 {
 				return usagef("usage: %s", cmd.UseLine())
@@ -44,9 +45,8 @@ nor private ranges nor other sandboxes.`,
 	f.IntVar(&o.req.CPUs, "cpus", 0, "number of CPUs (default: the template's)")
 	f.StringArrayVarP(&o.env, "env", "e", nil, "environment of every process, `K=V`; K alone takes the value here")
 	f.StringArrayVar(&o.labels, "label", nil, "label, `K=V`")
-	f.StringArrayVar(&o.egress.Allow, "allow", nil, "let the sandbox reach `CIDR[:PORT]`, or host:PORT on the host's loopback")
-	f.StringArrayVar(&o.egress.Deny, "deny", nil, "keep the sandbox from `CIDR[:PORT]`; wins over --allow")
 	f.BoolVar(&o.req.ColdBoot, "cold-boot", false, "boot instead of resuming the base snapshot")
+	o.policy.register(cmd)
 	return cmd
 }
 
@@ -58,8 +58,8 @@ func runCreate(ctx context.Context, a *app, o createOptions) error {
 	if o.req.Labels, err = parsePairs("label", o.labels, false); err != nil {
 		return err
 	}
-	if len(o.egress.Allow)+len(o.egress.Deny) > 0 {
-		o.req.Egress = &o.egress
+	if o.req.Policy, err = o.policy.patch(api.Egress{}); err != nil {
+		return err
 	}
 	c, err := a.client()
 	if err != nil {

@@ -102,8 +102,8 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 		FreeBytes:    func() (int64, error) { return freeBytes(f.Store) },
 		GuestMemory:  guests, HibernateShare: c.DiskReserve,
 		Pool: c.Pool, ParkedMemory: parked, Pressure: pressure.watch, LowMemory: pressure.isLow,
-		CheckEgress: func(allow, deny []string) error {
-			_, err := vnet.ParsePolicy(allow, deny)
+		CheckEgress: func(e sandbox.Egress) error {
+			_, err := vnet.ParsePolicy(e.Allow, e.Deny)
 			return err
 		},
 		Events: sandbox.LogEvents(c.Log),

@@ -116,7 +116,7 @@ func (c *Core) beginBuild(name string) (*tmpl, int, error) {
 	defer c.mu.Unlock()
 	t := c.templates[name]
 	if t == nil {
-		t = &tmpl{name: name, rec: templateRecord{Version: recordVersion, Name: name}}
+		t = &tmpl{name: name, rec: templateRecord{Version: templateRecordVersion, Name: name}}
 		c.templates[name] = t
 	}
 	if t.building {

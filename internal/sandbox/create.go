@@ -34,9 +34,8 @@ type CreateOptions struct {
 	CPUs      int    // 0: the template's
 	Env       map[string]string
 	Labels    map[string]string
-	Allow     []string // egress rules, see api.Egress
-	Deny      []string
-	ColdBoot  bool // boot instead of resuming the base snapshot: for measuring and for finding faults
+	Policy    *Policy // nil: DefaultPolicy
+	ColdBoot  bool    // boot instead of resuming the base snapshot: for measuring and for finding faults
 }
 
 var (
@@ -55,7 +54,11 @@ func (c *Core) Create(ctx context.Context, o CreateOptions) (Sandbox, error) {
 	if o.Template == "" {
 		o.Template = DefaultTemplate
 	}
-	if err := c.checkOptions(o); err != nil {
+	policy := DefaultPolicy()
+	if o.Policy != nil {
+		policy = *o.Policy
+	}
+	if err := c.checkOptions(o, &policy); err != nil {
 		return Sandbox{}, err
 	}
 	v, unpin, err := c.pinTemplate(o.Template)
@@ -72,7 +75,7 @@ func (c *Core) Create(ctx context.Context, o CreateOptions) (Sandbox, error) {
 	}
 	rec := record{
 		Version: recordVersion, ID: newID(), Name: o.Name, Template: o.Template, TemplateVersion: v.Number, Shape: shape,
-		Labels: o.Labels, Env: o.Env, Allow: o.Allow, Deny: o.Deny,
+		Labels: o.Labels, Env: o.Env, Policy: policy,
 		AccessToken: newToken(), CreatedAt: time.Now().UTC(), State: StateCreating,
 	}
 	if !o.ColdBoot {
@@ -94,14 +97,11 @@ func (c *Core) create(ctx context.Context, rec record, boot bool) (Sandbox, erro
 	if err := c.insert(e); err != nil {
 		return Sandbox{}, err
 	}
-	begun := time.Now()
 	done, op, err := c.begin(ctx, e, opStart, func(ctx context.Context, _ *operation) error {
 		err := c.establish(ctx, e, boot)
-		report := ResumeReport{Tier: tierLocal, TotalMS: since(begun)}
 		if err == nil {
-			report = *e.rec.LastResume
+			c.emit(e, Event{Type: EventCreated, Resume: e.rec.LastResume})
 		}
-		c.cfg.Events.start(e.id, report, err)
 		return err
 	})
 	if err != nil {
@@ -202,7 +202,8 @@ func (c *Core) uninsert(e *entry) {
 	}
 }
 
-func (c *Core) checkOptions(o CreateOptions) error {
+// checkOptions checks what a user asks for and completes the policy.
+func (c *Core) checkOptions(o CreateOptions, policy *Policy) error {
 	if o.Name != "" && (!namePattern.MatchString(o.Name) || idPattern.MatchString(o.Name)) {
 		return invalid("the name %q is not usable: take 1 to 63 of a-z, 0-9 and '-', not '-' at an end, and not 20 letters and digits as in an id", clip(o.Name))
 	}
@@ -215,24 +216,27 @@ func (c *Core) checkOptions(o CreateOptions) error {
 		}
 	}
 	for what, m := range map[string]map[string]string{"environment": o.Env, "labels": o.Labels} {
-		size := 0
-		for k, v := range m {
-			size += len(k) + len(v)
-			if k == "" || strings.ContainsRune(v, 0) {
-				return invalid("the %s have an empty name or a zero byte", what)
-			}
-		}
-		if size > maxText {
-			return invalid("the %s are %d bytes long, more than %d", what, size, maxText)
+		if err := checkText(what, m); err != nil {
+			return err
 		}
 	}
-	if len(o.Allow)+len(o.Deny) > maxRules {
-		return invalid("more than %d egress rules", maxRules)
+	if err := checkExpiry(Policy{}, *policy); err != nil {
+		return err
 	}
-	if c.cfg.CheckEgress != nil {
-		if err := c.cfg.CheckEgress(o.Allow, o.Deny); err != nil {
-			return &Error{Kind: ErrInvalid, Message: "egress rules", Cause: err}
+	return c.checkPolicy(policy)
+}
+
+// checkText bounds names and values that a user gives.
+func checkText(what string, m map[string]string) error {
+	size := 0
+	for k, v := range m {
+		size += len(k) + len(v)
+		if k == "" || strings.ContainsRune(v, 0) {
+			return invalid("the %s have an empty name or a zero byte", what)
 		}
+	}
+	if size > maxText {
+		return invalid("the %s are %d bytes long, more than %d", what, size, maxText)
 	}
 	return nil
 }

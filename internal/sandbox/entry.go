@@ -301,7 +301,10 @@ func (c *Core) change(ctx context.Context, e *entry, mutate func(*record)) error
 		from = ""
 	}
 	if from != next.State {
-		c.cfg.Events.transition(Transition{Sandbox: e.id, From: from, To: next.State, Reason: next.Reason, At: time.Now()})
+		c.emit(e, Event{Type: EventState, From: from, To: next.State, Reason: next.Reason})
+		if next.State == StateFailed {
+			c.emit(e, Event{Type: EventFailed, Reason: next.Reason})
+		}
 	}
 	return nil
 }

@@ -16,34 +16,81 @@ const (
 	keyError    = "error"
 )
 
-// Transition is a recorded change of state.
-type Transition struct {
-	Sandbox  string
-	From, To State // From is "" for a new record
-	Reason   string
-	At       time.Time
+// EventType says what an Event tells.
+type EventType string
+
+// The types of events, and the fields that each has beside Sandbox, Name and At.
+const (
+	EventState        EventType = "state"        // a recorded change of state: From, To, Reason
+	EventCreated      EventType = "created"      // Resume
+	EventResumed      EventType = "resumed"      // Resume
+	EventWoken        EventType = "woken"        // a request found it asleep: By
+	EventIdle         EventType = "idle"         // nothing uses it any more: a hibernation begins
+	EventHibernated   EventType = "hibernated"   // Hibernate, Bytes stored
+	EventCancelled    EventType = "cancelled"    // a hibernation did not happen: Reason
+	EventHook         EventType = "hook"         // a hook ran
+	EventDenied       EventType = "denied"       // its egress policy stopped it: Denied
+	EventFailed       EventType = "failed"       // Reason
+	EventCheckpointed EventType = "checkpointed" // Checkpoint, Bytes stored
+	EventRestored     EventType = "restored"     // Checkpoint
+	EventForked       EventType = "forked"       // Checkpoint, Forks
+	EventUpdated      EventType = "updated"      // its settings were changed
+	EventExpiring     EventType = "expiring"     // Action is going to happen at Due
+	EventDeleted      EventType = "deleted"      // Reason: "" where a user asked for it
+)
+
+// Event tells what happened to a sandbox. Which fields are set depends on the
+// type; what they point to must not be written to.
+type Event struct {
+	Type    EventType
+	Sandbox string // id
+	Name    string // of the sandbox, "" if it has none
+	At      time.Time
+
+	From, To   State // From is "" for a new record
+	Reason     string
+	By         string // who or what woke it
+	Resume     *ResumeReport
+	Hibernate  *HibernateReport
+	Bytes      int64
+	Denied     *Denied
+	Checkpoint string   // name
+	Forks      []string // ids
+	Due        time.Time
+	Action     Action
 }
 
-// Events is called at what happens, for logs and metrics. A field may be nil.
-// The functions are called by the operation that they tell of, hold it up
-// while they run, and must not call the Core.
+// Denied is an outbound flow that the egress policy stopped.
+type Denied struct {
+	Proto string `json:"proto"` // "tcp", "udp" or "dns"
+	Addr  string `json:"addr"`  // IP address, "" of a name that was not looked up
+	Port  int    `json:"port"`
+	Name  string `json:"name,omitempty"` // that was asked for, where it is known
+	Count int64  `json:"count"`          // so many alike since the last report
+}
+
+// Events is called at what happens, for logs, metrics and the stream of
+// events. A field may be nil. The functions are called by the operation that
+// they tell of, hold it up while they run, and must not call the Core.
 type Events struct {
-	OnTransition func(Transition)
-	OnHibernate  func(sandbox string, report HibernateReport, err error) // a hibernation ended
-	OnStart      func(sandbox string, report ResumeReport, err error)    // a creation or a resume ended
-	OnCollect    func(deleted snapshot.Collected, err error)
-	OnCompact    func(sandbox string, done snapshot.Compacted, err error) // a compaction wrote something, found a damage or failed
+	OnEvent   func(Event)
+	OnCollect func(deleted snapshot.Collected, err error)
+	OnCompact func(sandbox string, done snapshot.Compacted, err error) // a compaction wrote something, found a damage or failed
 }
 
 // LogEvents returns Events that write to log.
 func LogEvents(log *slog.Logger) Events {
 	return Events{
-		OnTransition: func(t Transition) {
+		OnEvent: func(ev Event) {
+			if ev.Type != EventState {
+				log.Debug("event", keySandbox, ev.Sandbox, "type", ev.Type, "reason", ev.Reason, "by", ev.By)
+				return
+			}
 			level := slog.LevelInfo
-			if t.To == StateFailed || t.From == StateRunning && t.To == StateResuming {
+			if ev.To == StateFailed || ev.From == StateRunning && ev.To == StateResuming {
 				level = slog.LevelWarn
 			}
-			log.Log(context.Background(), level, "sandbox "+string(t.To), keySandbox, t.Sandbox, "from", t.From, "reason", t.Reason)
+			log.Log(context.Background(), level, "sandbox "+string(ev.To), keySandbox, ev.Sandbox, "from", ev.From, "reason", ev.Reason)
 		},
 		OnCollect: func(deleted snapshot.Collected, err error) {
 			if err != nil {
@@ -65,22 +112,13 @@ func LogEvents(log *slog.Logger) Events {
 	}
 }
 
-func (e *Events) transition(t Transition) {
-	if e.OnTransition != nil {
-		e.OnTransition(t)
+// emit tells of something that happened to e just now.
+func (c *Core) emit(e *entry, ev Event) {
+	if c.cfg.Events.OnEvent == nil {
+		return
 	}
-}
-
-func (e *Events) hibernate(sandbox string, report HibernateReport, err error) {
-	if e.OnHibernate != nil {
-		e.OnHibernate(sandbox, report, err)
-	}
-}
-
-func (e *Events) start(sandbox string, report ResumeReport, err error) {
-	if e.OnStart != nil {
-		e.OnStart(sandbox, report, err)
-	}
+	ev.Sandbox, ev.Name, ev.At = e.id, e.rec.Name, time.Now()
+	c.cfg.Events.OnEvent(ev)
 }
 
 func (e *Events) collect(deleted snapshot.Collected, err error) {

@@ -14,10 +14,13 @@ import (
 // transitions collects what a host's core tells, from now on.
 type transitions struct {
 	mu   sync.Mutex
-	list []sandbox.Transition
+	list []sandbox.Event
 }
 
-func (l *transitions) add(t sandbox.Transition) {
+func (l *transitions) add(t sandbox.Event) {
+	if t.Type != sandbox.EventState {
+		return
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.list = append(l.list, t)
@@ -42,7 +45,7 @@ const pagerEnded = "memory could not be served: the pager's mount has ended"
 // runs with "lost", and what is told of it.
 func newWatchedHost(t *testing.T, options ...func(*sandbox.Config)) (*host, string, *transitions) {
 	told := new(transitions)
-	h := newHost(t, append(options, func(c *sandbox.Config) { c.Events.OnTransition = told.add })...)
+	h := newHost(t, append(options, func(c *sandbox.Config) { c.Events.OnEvent = told.add })...)
 	s := h.create()
 	h.ask(s.ID, "set kept")
 	h.hibernate(s.ID)

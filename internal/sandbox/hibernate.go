@@ -39,11 +39,11 @@ func (c *Core) Hibernate(ctx context.Context, id string, o HibernateOptions) (Sa
 		}
 		begun := time.Now()
 		err := c.hibernate(ctx, e, op, o, begun)
-		report := HibernateReport{TotalMS: since(begun)}
 		if err == nil {
-			report = *e.rec.LastHibernate
+			c.emit(e, Event{Type: EventHibernated, Hibernate: e.rec.LastHibernate, Bytes: e.rec.Metadata.StoredBytes})
+		} else {
+			c.emit(e, Event{Type: EventCancelled, Reason: err.Error()})
 		}
-		c.cfg.Events.hibernate(e.id, report, err)
 		return err
 	})
 	return c.view(e), err

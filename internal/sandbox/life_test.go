@@ -124,8 +124,8 @@ func TestRealCatalog(t *testing.T) {
 
 func TestInvalidOptions(t *testing.T) {
 	h := newHost(t, func(c *sandbox.Config) {
-		c.CheckEgress = func(allow, deny []string) error {
-			if len(deny) > 0 {
+		c.CheckEgress = func(e sandbox.Egress) error {
+			if len(e.Deny) > 0 {
 				return errInjected
 			}
 			return nil
@@ -139,7 +139,7 @@ func TestInvalidOptions(t *testing.T) {
 		"cpus":        {CPUs: 1000},
 		"environment": {Env: map[string]string{"A=B": "c"}},
 		"labels":      {Labels: map[string]string{"a": strings.Repeat("x", 1<<20)}},
-		"egress":      {Deny: []string{"x"}},
+		"egress":      {Policy: &sandbox.Policy{Egress: sandbox.Egress{Deny: []string{"x"}}}},
 	} {
 		if _, err := h.core.Create(t.Context(), o); err == nil {
 			t.Errorf("%s: accepted", name)

@@ -22,8 +22,9 @@ const (
 
 const hostKey = "store"
 
-// recordVersion is the version of the layout of sandbox and template records.
-const recordVersion = 1
+// recordVersion is the version of the layout of sandbox records. Version 1 had
+// no policy, but the egress rules that are part of it now.
+const recordVersion = 2
 
 // record is what the catalog keeps of a sandbox (docs/formats/catalog.md).
 // Its maps and pointers are shared between copies: replace them, never write
@@ -37,8 +38,7 @@ type record struct {
 	Shape           vmm.Shape         `json:"shape"`
 	Labels          map[string]string `json:"labels,omitempty"`
 	Env             map[string]string `json:"env,omitempty"`
-	Allow           []string          `json:"allow,omitempty"`
-	Deny            []string          `json:"deny,omitempty"`
+	Policy          Policy            `json:"policy"`
 	AccessToken     string            `json:"access_token"`
 	CreatedAt       time.Time         `json:"created_at"`
 
@@ -66,8 +66,17 @@ func decodeRecord(value []byte) (record, error) {
 	if err := json.Unmarshal(value, &rec); err != nil {
 		return record{}, err
 	}
-	if rec.Version != recordVersion {
-		return record{}, fmt.Errorf("it has version %d, this daemon reads %d: it was written by a newer one", rec.Version, recordVersion)
+	switch rec.Version {
+	case recordVersion:
+	case 1:
+		var old struct{ Allow, Deny []string }
+		if err := json.Unmarshal(value, &old); err != nil {
+			return record{}, err
+		}
+		rec.Version, rec.Policy = recordVersion, DefaultPolicy()
+		rec.Policy.Egress.Allow, rec.Policy.Egress.Deny = old.Allow, old.Deny
+	default:
+		return record{}, fmt.Errorf("it has version %d, this daemon reads up to %d: it was written by a newer one", rec.Version, recordVersion)
 	}
 	if !slices.Contains(States, rec.State) {
 		return record{}, fmt.Errorf("unknown state %q", rec.State)
@@ -125,7 +134,7 @@ type Sandbox struct {
 	CPUs            int
 	Labels          map[string]string
 	Env             map[string]string
-	Allow, Deny     []string // egress rules
+	Policy          Policy
 	Snapshot        *Snapshot
 	LastHibernate   *HibernateReport
 	LastResume      *ResumeReport
@@ -189,7 +198,7 @@ func (rec *record) view() Sandbox {
 		State: rec.State, CreatedAt: rec.CreatedAt,
 		MemoryMiB: rec.Shape.MemoryMiB, CPUs: rec.Shape.CPUs,
 		Labels: maps.Clone(rec.Labels), Env: maps.Clone(rec.Env),
-		Allow: slices.Clone(rec.Allow), Deny: slices.Clone(rec.Deny),
+		Policy: rec.Policy,
 	}
 	if rec.State == StateFailed {
 		s.Reason = rec.Reason

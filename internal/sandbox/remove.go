@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"os"
-	"time"
 
 	"github.com/hibernacle/hibernacle/internal/catalog"
 	"github.com/hibernacle/hibernacle/internal/failpoint"
@@ -102,7 +101,8 @@ func (c *Core) forget(e *entry) {
 		delete(c.names, e.rec.Name)
 	}
 	c.mu.Unlock()
-	c.cfg.Events.transition(Transition{Sandbox: e.id, From: from, To: StateGone, At: time.Now()})
+	c.emit(e, Event{Type: EventState, From: from, To: StateGone})
+	c.emit(e, Event{Type: EventDeleted})
 	c.pruneLater(e.rec.Template)
 	c.trash.wake()
 }

@@ -70,7 +70,7 @@ func (c *Core) replica(rec *record) (tier.Replica, error) {
 
 // templateReplica returns what brings a version of a template back elsewhere.
 func (c *Core) templateReplica(name string, v templateVersion) (tier.Template, error) {
-	portable := templateRecord{Version: recordVersion, Name: name, Current: v.Number, Versions: []templateVersion{v.finished()}}
+	portable := templateRecord{Version: templateRecordVersion, Name: name, Current: v.Number, Versions: []templateVersion{v.finished()}}
 	value, err := json.Marshal(portable)
 	if err != nil {
 		return tier.Template{}, fmt.Errorf("encode the record of template %s: %w", name, err)
@@ -88,7 +88,7 @@ func (c *Core) templateReplica(name string, v templateVersion) (tier.Template, e
 func (rec *record) portable() record {
 	return record{
 		Version: rec.Version, ID: rec.ID, Name: rec.Name, Template: rec.Template, TemplateVersion: rec.TemplateVersion, Shape: rec.Shape,
-		Labels: rec.Labels, Env: rec.Env, Allow: rec.Allow, Deny: rec.Deny, AccessToken: rec.AccessToken, CreatedAt: rec.CreatedAt,
+		Labels: rec.Labels, Env: rec.Env, Policy: rec.Policy, AccessToken: rec.AccessToken, CreatedAt: rec.CreatedAt,
 		State: StateStandby, Snapshot: rec.Snapshot, Metadata: rec.Metadata,
 	}
 }

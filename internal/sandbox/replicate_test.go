@@ -217,7 +217,7 @@ func TestDamagedReplicas(t *testing.T) {
 		damage func(r *tier.Replica)
 		why    string
 	}{
-		"newer record":    {func(r *tier.Replica) { replace(&r.Record, `"version":1`, `"version":2`) }, "newer"},
+		"newer record":    {func(r *tier.Replica) { replace(&r.Record, `"version":2`, `"version":3`) }, "newer"},
 		"newer template":  {func(r *tier.Replica) { replace(&r.Template.Record, `"version":1`, `"version":2`) }, "newer"},
 		"no JSON":         {func(r *tier.Replica) { r.Record = []byte("{") }, "its record"},
 		"another id":      {func(r *tier.Replica) { replace(&r.Record, r.Sandbox, "../../../etc/passwdx") }, "wrong id"},

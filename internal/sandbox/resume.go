@@ -112,10 +112,9 @@ func (c *Core) resume(ctx context.Context, e *entry, o ResumeOptions) error {
 	points := startPoints{fpResumeRecorded, fpResumeLaunched, fpResumeHandle, fpResumePrepared, fpResumeRunning}
 	if err := c.start(ctx, e, startRequest{from, o, points, begun}); err != nil {
 		err = c.retreat(ctx, e, err)
-		c.cfg.Events.start(e.id, ResumeReport{Tier: tierLocal, TotalMS: since(begun)}, err)
 		return err
 	}
-	c.cfg.Events.start(e.id, *e.rec.LastResume, nil)
+	c.emit(e, Event{Type: EventResumed, Resume: e.rec.LastResume})
 	return nil
 }
 
@@ -339,7 +338,7 @@ func (c *Core) runSnapshot(ctx context.Context, e *entry, req startRequest, art 
 
 // attachment returns what a machine gets when it becomes the sandbox's.
 func (c *Core) attachment(r *record) shim.Attach {
-	return shim.Attach{Console: c.cfg.Console(r.ID), Allow: r.Allow, Deny: r.Deny}
+	return shim.Attach{Console: c.cfg.Console(r.ID), Allow: r.Policy.Egress.Allow, Deny: r.Policy.Egress.Deny}
 }
 
 // key returns the compatibility key of a machine of a template.

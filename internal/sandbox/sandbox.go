@@ -48,16 +48,16 @@ type Config struct {
 	Builder      Builder
 	TemplatesDir string // templates are kept in TemplatesDir/NAME/vN
 
-	Tier           Tier                             // replicates to a remote store; nil: there is none
-	StoreDir       string                           // folder of the store, as people are shown it
-	Build          template.Options                 // CacheDir and GuestBinary of template builds
-	Console        func(name string) string         // path of the console log of a sandbox or base machine; nil: none is kept
-	FreeBytes      func() (int64, error)            // free space where snapshots are kept; nil: not watched
-	GuestMemory    int64                            // bytes that may be promised to guests that run, 0: any
-	Reserve        int64                            // free space that is always kept, default 256 MiB
-	HibernateShare int                              // percent of the RAM of the guests that run; so much free space is kept, too, for their hibernations
-	CheckEgress    func(allow, deny []string) error // checks egress rules; nil: any will do
-	Events         Events                           // called at what happens
+	Tier           Tier                     // replicates to a remote store; nil: there is none
+	StoreDir       string                   // folder of the store, as people are shown it
+	Build          template.Options         // CacheDir and GuestBinary of template builds
+	Console        func(name string) string // path of the console log of a sandbox or base machine; nil: none is kept
+	FreeBytes      func() (int64, error)    // free space where snapshots are kept; nil: not watched
+	GuestMemory    int64                    // bytes that may be promised to guests that run, 0: any
+	Reserve        int64                    // free space that is always kept, default 256 MiB
+	HibernateShare int                      // percent of the RAM of the guests that run; so much free space is kept, too, for their hibernations
+	CheckEgress    func(Egress) error       // checks egress rules; nil: any will do
+	Events         Events                   // called at what happens
 
 	Pool         int                                            // machines that are started before they are needed
 	ParkedMemory int64                                          // bytes that parked machines may take up, 0: none is parked

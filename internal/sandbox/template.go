@@ -212,7 +212,7 @@ func (c *Core) refreshTemplate(ctx context.Context, t *tmpl) error {
 	if !t.stale {
 		return nil
 	}
-	rec, rev := templateRecord{Version: recordVersion, Name: t.name}, uint64(0)
+	rec, rev := templateRecord{Version: templateRecordVersion, Name: t.name}, uint64(0)
 	r, err := c.cfg.Catalog.Get(ctx, kindTemplate, t.name)
 	if err == nil {
 		rev = r.Revision

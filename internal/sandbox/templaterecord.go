@@ -11,6 +11,9 @@ import (
 	"github.com/hibernacle/hibernacle/internal/vmm"
 )
 
+// templateRecordVersion is the version of the layout of template records.
+const templateRecordVersion = 1
+
 // templateRecord is what the catalog keeps of a template. Versions other than
 // Current are old ones that sandboxes use, or one that is being made.
 type templateRecord struct {
@@ -117,8 +120,8 @@ func decodeTemplate(value []byte) (templateRecord, error) {
 	if err := json.Unmarshal(value, &rec); err != nil {
 		return rec, err
 	}
-	if rec.Version != recordVersion {
-		return rec, fmt.Errorf("it has version %d, this daemon reads %d: it was written by a newer one", rec.Version, recordVersion)
+	if rec.Version != templateRecordVersion {
+		return rec, fmt.Errorf("it has version %d, this daemon reads %d: it was written by a newer one", rec.Version, templateRecordVersion)
 	}
 	return rec, nil
 }

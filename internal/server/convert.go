@@ -11,15 +11,13 @@ import (
 // The functions of this file translate between the core's nouns and the wire's.
 // Maps and lists of an answer are never null.
 
-func fromCreate(r api.CreateRequest) sandbox.CreateOptions {
-	o := sandbox.CreateOptions{
+func fromCreate(r api.CreateRequest) (sandbox.CreateOptions, error) {
+	policy := sandbox.DefaultPolicy()
+	err := patchPolicy(&policy, r.Policy)
+	return sandbox.CreateOptions{
 		Template: r.Template, Name: r.Name, MemoryMiB: r.MemoryMiB, CPUs: r.CPUs,
-		Env: r.Env, Labels: r.Labels, ColdBoot: r.ColdBoot,
-	}
-	if r.Egress != nil {
-		o.Allow, o.Deny = r.Egress.Allow, r.Egress.Deny
-	}
-	return o
+		Env: r.Env, Labels: r.Labels, ColdBoot: r.ColdBoot, Policy: &policy,
+	}, err
 }
 
 // maxStoreDelay bounds the delay that a resume may ask for, in milliseconds.
@@ -42,6 +40,7 @@ func toSandbox(s sandbox.Sandbox) api.Sandbox {
 	out := api.Sandbox{
 		ID: s.ID, Name: s.Name, Template: s.Template, State: api.State(s.State), Reason: s.Reason,
 		CreatedAt: s.CreatedAt, MemoryMiB: s.MemoryMiB, CPUs: s.CPUs, Labels: orEmpty(s.Labels), Parked: s.Parked,
+		Policy: toPolicy(s.Policy),
 	}
 	if r := s.Replication; r != nil {
 		out.Replication = &api.Replication{State: r.State, Error: r.Error, SentBytes: r.SentBytes}

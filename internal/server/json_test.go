@@ -10,7 +10,7 @@ import (
 
 // FuzzDecode makes sure that every body is either taken or refused in words.
 func FuzzDecode(f *testing.F) {
-	for _, body := range []string{``, `{}`, `{"name":"x"}`, `{"nam":1}`, "{\n\"memory_mib\":\"x\"}", `[]`, `{} x`, `{"egress":{"a":1}}`, `{"name":`, "\xff"} {
+	for _, body := range []string{``, `{}`, `{"name":"x"}`, `{"nam":1}`, "{\n\"memory_mib\":\"x\"}", `[]`, `{} x`, `{"policy":{"a":1}}`, `{"name":`, "\xff"} {
 		f.Add(body)
 	}
 	f.Fuzz(func(t *testing.T, body string) {

@@ -110,7 +110,7 @@ func TestAnswersAreAsDescribed(t *testing.T) {
 		{"GET", "/v1/health", "", "", 204},
 		{"GET", "/v1/version", "", "", 200},
 		{"GET", "/v1/openapi.json", "", "", 200},
-		{"POST", "/v1/sandboxes", "", `{"name":"b","labels":{"k":"v"},"env":{"A":"1"},"egress":{"allow":["10.0.0.0/8"]}}`, 201},
+		{"POST", "/v1/sandboxes", "", `{"name":"b","labels":{"k":"v"},"env":{"A":"1"},"policy":{"idle_timeout":"1m","ports":{"80":"public"},"egress":{"allow":["10.0.0.0/8"]}}}`, 201},
 		{"POST", "/v1/sandboxes", "", `{"name":"b"}`, 409},
 		{"GET", "/v1/sandboxes", "", "", 200},
 		{"GET", "/v1/sandboxes/{id}", "", "", 200},
@@ -174,7 +174,8 @@ func TestAnswersAreAsDescribed(t *testing.T) {
 func TestRequestsAreAsDescribed(t *testing.T) {
 	doc := document(t)
 	for name, v := range map[string]any{
-		"CreateRequest": api.CreateRequest{}, "Egress": api.Egress{}, "ExecRequest": api.ExecRequest{}, "BuildRequest": api.BuildRequest{},
+		"CreateRequest": api.CreateRequest{}, "UpdateRequest": api.UpdateRequest{}, "Policy": api.Policy{}, "PolicyPatch": api.PolicyPatch{},
+		"Limit": api.Limit{}, "Expires": api.Expires{}, "Schedule": api.Schedule{}, "Hook": api.Hook{}, "Egress": api.Egress{}, "ExecRequest": api.ExecRequest{}, "BuildRequest": api.BuildRequest{},
 		"Sandbox": api.Sandbox{}, "Template": api.Template{}, "Progress": api.Progress{}, "Version": api.Version{}, "Error": api.Error{},
 		"StoreStatus": api.StoreStatus{}, "TierStatus": api.TierStatus{}, "StoreSandbox": api.StoreSandbox{}, "CollectRequest": api.CollectRequest{}, "VerifyRequest": api.VerifyRequest{},
 		"Collected": api.Collected{}, "CollectedTier": api.CollectedTier{}, "ImportRequest": api.ImportRequest{}, "Imported": api.Imported{},

@@ -25,6 +25,7 @@ func (s *Server) routes() []route {
 		{"POST", "/v1/sandboxes", s.createSandbox},
 		{"GET", "/v1/sandboxes", s.listSandboxes},
 		{"GET", "/v1/sandboxes/{id}", s.getSandbox},
+		{"PATCH", "/v1/sandboxes/{id}", s.updateSandbox},
 		{"DELETE", "/v1/sandboxes/{id}", s.deleteSandbox},
 		{"POST", "/v1/sandboxes/{id}/hibernate", s.hibernateSandbox},
 		{"POST", "/v1/sandboxes/{id}/evict", s.evictSandbox},

@@ -13,7 +13,12 @@ func (s *Server) createSandbox(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, err)
 		return
 	}
-	sb, err := s.core.Create(r.Context(), fromCreate(req))
+	o, err := fromCreate(req)
+	if err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	sb, err := s.core.Create(r.Context(), o)
 	if err != nil {
 		s.fail(w, r, err)
 		return

@@ -29,6 +29,7 @@ type Core interface {
 	Create(ctx context.Context, o sandbox.CreateOptions) (sandbox.Sandbox, error)
 	Get(ctx context.Context, id string) (sandbox.Sandbox, error)
 	List(ctx context.Context) ([]sandbox.Sandbox, error)
+	Update(ctx context.Context, id string, mutate func(*sandbox.Settings) error) (sandbox.Sandbox, error)
 	Hibernate(ctx context.Context, id string, o sandbox.HibernateOptions) (sandbox.Sandbox, error)
 	Resume(ctx context.Context, id string, o sandbox.ResumeOptions) (sandbox.Sandbox, error)
 	Evict(ctx context.Context, id string, o sandbox.EvictOptions) (sandbox.Evicted, error)

@@ -159,8 +159,8 @@ func TestUnknownRoutesAndMethods(t *testing.T) {
 	f.wantError(resp, body, 404, api.CodeNotFound, "/v1/nothing")
 	resp, body = f.do("GET", "/", "")
 	f.wantError(resp, body, 404, api.CodeNotFound, "no such route")
-	resp, body = f.do("PATCH", "/v1/sandboxes/x", "")
-	e := f.wantError(resp, body, 405, api.CodeInvalid, "PATCH")
+	resp, body = f.do("PUT", "/v1/sandboxes/x", "")
+	e := f.wantError(resp, body, 405, api.CodeInvalid, "PUT")
 	if allow := resp.Header.Get("Allow"); !strings.Contains(allow, "DELETE") || !strings.Contains(e.Hint, allow) {
 		t.Errorf("Allow %q, hint %q", allow, e.Hint)
 	}
@@ -175,7 +175,7 @@ func TestBodies(t *testing.T) {
 		"empty":           {"", "", 201},
 		"empty object":    {"{}", "", 201},
 		"unknown field":   {`{"template":"base","memroy_mib":3}`, `unknown field "memroy_mib"`, 400},
-		"unknown nested":  {`{"egress":{"alow":[]}}`, `unknown field "alow"`, 400},
+		"unknown nested":  {`{"policy":{"egress":{"alow":[]}}}`, `unknown field "alow"`, 400},
 		"syntax":          {"{\n  \"name\": x}", "line 2, column 11", 400},
 		"cut off":         {`{"name":`, "ends too early", 400},
 		"wrong type":      {`{"memory_mib":"2048"}`, `"memory_mib" at line 1`, 400},

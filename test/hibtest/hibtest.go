@@ -337,10 +337,11 @@ func (d *Daemon) Hib(args ...string) string {
 	return strings.TrimSuffix(out, "\n")
 }
 
-// Create makes a sandbox from the base template and returns its id.
+// Create makes a sandbox from the base template, which does not hibernate by
+// itself unless args say so, and returns its id.
 func (d *Daemon) Create(args ...string) string {
 	d.t.Helper()
-	return d.Hib(append([]string{"create", "base"}, args...)...)
+	return d.Hib(append([]string{"create", "base", "--idle-timeout", "never"}, args...)...)
 }
 
 // Shell runs a script in the sandbox, which must succeed, and returns its output.

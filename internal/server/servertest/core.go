@@ -122,10 +122,14 @@ func (c *Core) Create(_ context.Context, o sandbox.CreateOptions) (sandbox.Sandb
 	if o.Name != "" && c.find(o.Name) != nil {
 		return sandbox.Sandbox{}, &sandbox.Error{Kind: sandbox.ErrConflict, Message: "the name " + o.Name + " is taken", Hint: "choose another"}
 	}
+	policy := sandbox.DefaultPolicy()
+	if o.Policy != nil {
+		policy = *o.Policy
+	}
 	c.n++
 	s := &sandbox.Sandbox{
 		ID: fmt.Sprintf("sandbox%d", c.n), Name: o.Name, Template: o.Template, State: sandbox.StateRunning,
-		CreatedAt: time.Now(), MemoryMiB: 2048, CPUs: 1, Labels: o.Labels, Env: o.Env, Allow: o.Allow, Deny: o.Deny,
+		CreatedAt: time.Now(), MemoryMiB: 2048, CPUs: 1, Labels: o.Labels, Env: o.Env, Policy: policy,
 		LastResume: &sandbox.ResumeReport{Tier: "local", TotalMS: 30, Phases: map[string]float64{"state": 2}},
 	}
 	if o.MemoryMiB != 0 {
@@ -169,6 +173,18 @@ func (c *Core) with(method, id string, fn func(s *sandbox.Sandbox) error) (sandb
 // Get returns a sandbox.
 func (c *Core) Get(_ context.Context, id string) (sandbox.Sandbox, error) {
 	return c.with("Get", id, func(*sandbox.Sandbox) error { return nil })
+}
+
+// Update changes a sandbox's settings, unchecked.
+func (c *Core) Update(_ context.Context, id string, mutate func(*sandbox.Settings) error) (sandbox.Sandbox, error) {
+	return c.with("Update", id, func(s *sandbox.Sandbox) error {
+		now := sandbox.Settings{Policy: s.Policy, Labels: s.Labels}
+		if err := mutate(&now); err != nil {
+			return err
+		}
+		s.Policy, s.Labels = now.Policy, now.Labels
+		return nil
+	})
 }
 
 // List returns all sandboxes.
