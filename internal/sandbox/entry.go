@@ -26,6 +26,7 @@ type entry struct {
 	op        *operation // the one whose turn it is
 	doomed    int        // deletions that wait for their turn
 	dials     int        // requests that want to connect: while there is one, no hibernation is committed
+	measured  measured   // what the next change adds to the record's usage
 	unsettled bool       // rec may not be what the catalog has, or its state has no operation that goes on with it
 	retrying  bool       // somebody tries to settle it
 	gone      bool
@@ -57,6 +58,7 @@ func (e *entry) view() Sandbox {
 	defer e.mu.Unlock()
 	s := e.rec.view()
 	s.Parked = e.parked != nil
+	s.Usage = e.usage(time.Now())
 	return s
 }
 
@@ -116,6 +118,7 @@ func (e *entry) attach(vm VM) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.vm = vm
+	e.measured.cpu = 0 // of the machine before
 }
 
 // detach lets go of the machine without ending it and returns it, nil if there is none.
@@ -272,6 +275,7 @@ func (c *Core) retry(e *entry) {
 func (c *Core) change(ctx context.Context, e *entry, mutate func(*record)) error {
 	next := e.rec
 	mutate(&next)
+	c.meterUp(e, &next)
 	from := e.rec.State
 	if !allowed(from, next.State) {
 		return conflict("", "sandbox %s cannot go from %s to %s", e.id, from, next.State)

@@ -26,7 +26,7 @@ const (
 	EventResumed      EventType = "resumed"      // Resume
 	EventWoken        EventType = "woken"        // a request found it asleep: By
 	EventIdle         EventType = "idle"         // nothing uses it any more: a hibernation begins
-	EventHibernated   EventType = "hibernated"   // Hibernate, Bytes stored
+	EventHibernated   EventType = "hibernated"   // Hibernate, Bytes stored, By: what triggered it, "call" or "" where somebody asked for it
 	EventCancelled    EventType = "cancelled"    // a hibernation did not happen: Reason
 	EventHook         EventType = "hook"         // a hook ran
 	EventDenied       EventType = "denied"       // its egress policy stopped it: Denied
@@ -38,6 +38,12 @@ const (
 	EventExpiring     EventType = "expiring"     // Action is going to happen at Due
 	EventDeleted      EventType = "deleted"      // Reason: "" where a user asked for it
 )
+
+// EventTypes lists the types of events. docs/events.md says what each means.
+var EventTypes = []EventType{
+	EventState, EventCreated, EventResumed, EventWoken, EventIdle, EventHibernated, EventCancelled, EventHook, EventDenied,
+	EventFailed, EventCheckpointed, EventRestored, EventForked, EventUpdated, EventExpiring, EventDeleted,
+}
 
 // Event tells what happened to a sandbox. Which fields are set depends on the
 // type; what they point to must not be written to.

@@ -121,8 +121,10 @@ func (c *Core) commit(ctx context.Context, e *entry, o HibernateOptions, sealed 
 		report.Phases[name] = ms
 	}
 	committing := time.Now()
+	e.usedCPU(sealed.CPU)
 	err := c.change(ctx, e, func(r *record) {
 		r.State = StateStandby
+		r.Usage.StoredBytes += sealed.Metadata.StoredBytes // until it is measured
 		r.commit(sealed.Snapshot, sealed.Metadata)
 		r.LastUsed, r.LastHibernate = time.Now().UTC(), &report
 	})

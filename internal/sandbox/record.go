@@ -58,6 +58,8 @@ type record struct {
 	LastUsed      time.Time        `json:"last_used,omitzero"` // when it last came to standby or to running
 	LastHibernate *HibernateReport `json:"last_hibernate,omitempty"`
 	LastResume    *ResumeReport    `json:"last_resume,omitempty"`
+
+	Usage meter `json:"usage,omitzero"`
 }
 
 // decodeRecord reads a sandbox record and refuses one that it cannot know.
@@ -92,7 +94,7 @@ func (rec *record) commit(ref snapshot.Ref, meta snapshot.Metadata) {
 
 // bind notes the shim that is to run the record's snapshot.
 func (rec *record) bind(h shim.Handle) {
-	rec.Handle, rec.Bound = &h, ""
+	rec.Handle, rec.Bound, rec.Usage.CountedMS = &h, "", 0
 	if rec.Snapshot != nil {
 		rec.Bound = rec.Snapshot.ID
 	}
@@ -140,6 +142,7 @@ type Sandbox struct {
 	LastResume      *ResumeReport
 	Replication     *Replication // of Snapshot; nil without a remote store
 	Parked          bool         // in standby, its paused VMM is kept
+	Usage           Usage
 }
 
 // Replication says where a sandbox's snapshot is kept.

@@ -168,6 +168,7 @@ func (h *host) seal(ctx context.Context, req CaptureRequest) (CaptureReport, err
 		Snapshot: ref, Metadata: meta, Phases: watch.phases, Warnings: warnings,
 		PauseMS:    float64(time.Since(paused).Microseconds()) / 1000,
 		WorkingSet: h.workset.report(ctx, h.parent),
+		CPU:        processorTime(h.machine.PID()),
 	}
 	if report.WorkingSet != nil && h.remote != nil {
 		report.WorkingSet.BytesFetched = h.remote.fetched.Load()

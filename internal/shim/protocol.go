@@ -169,6 +169,7 @@ type CaptureReport struct {
 	Phases   map[string]float64 `json:"phases"`
 	PauseMS  float64            `json:"pause_ms"` // from the pause to the seal
 	Warnings []string           `json:"warnings,omitempty"`
+	CPU      time.Duration      `json:"cpu,omitempty"` // nanoseconds of processor time that the VMM took since it was started; 0: not known
 
 	WorkingSet *WorkingSetReport `json:"working_set,omitempty"` // nil after a boot
 }
