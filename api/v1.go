@@ -39,6 +39,16 @@ type Sandbox struct {
 	Replication   *Replication      `json:"replication"`    // of Snapshot to the remote store; null without one
 	Parked        bool              `json:"parked"`         // in standby, its paused VMM is kept as a cache
 	Policy        Policy            `json:"policy"`
+	Usage         Usage             `json:"usage"`
+}
+
+// Usage is what an operator would bill a sandbox by, since its creation and up
+// to now.
+type Usage struct {
+	AwakeS      float64 `json:"awake_s"`      // seconds in which a machine of it may have run
+	StandbyS    float64 `json:"standby_s"`    // seconds in standby
+	CPUS        float64 `json:"cpu_s"`        // seconds of processor time; of a run that goes on, as far as it was looked at
+	StoredBytes int64   `json:"stored_bytes"` // that its snapshots hold in packs that no template shares
 }
 
 // Replication says where the sandbox's snapshot is kept.
@@ -307,6 +317,37 @@ type Event struct {
 	Sandbox string          `json:"sandbox,omitempty"` // id, "" for what is about the host
 	Name    string          `json:"name,omitempty"`    // of the sandbox, as it was then
 	Data    json.RawMessage `json:"data,omitempty"`    // an object
+}
+
+// WebhookRequest asks for a webhook.
+type WebhookRequest struct {
+	URL     string   `json:"url"`
+	Sandbox string   `json:"sandbox,omitempty"` // id or name, "": all
+	Types   []string `json:"types,omitempty"`   // of events, none: all
+	Secret  string   `json:"secret,omitempty"`  // that posts are signed with; "": one is made
+}
+
+// Webhook is a URL that events are posted to.
+type Webhook struct {
+	ID        string     `json:"id"`
+	URL       string     `json:"url"`
+	Sandbox   string     `json:"sandbox"`
+	Types     []string   `json:"types"`
+	CreatedAt time.Time  `json:"created_at"`
+	State     string     `json:"state"`                // "active", "retrying", or "paused" after days of failures
+	Cursor    uint64     `json:"cursor"`               // id of the last event that was delivered or passed over
+	Failures  int        `json:"failures"`             // attempts in a row that failed
+	LastError string     `json:"last_error,omitempty"` // of the last attempt
+	NextTry   *time.Time `json:"next_try,omitempty"`
+	Secret    string     `json:"secret,omitempty"` // only in the answer that made it
+}
+
+// WebhookTest says how the test of a webhook went.
+type WebhookTest struct {
+	OK     bool    `json:"ok"`
+	Status int     `json:"status"` // of HTTP, 0: no answer
+	MS     float64 `json:"ms"`
+	Error  string  `json:"error,omitempty"`
 }
 
 // EventGap is the type of the event that says that others are missing.

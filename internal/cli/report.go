@@ -3,6 +3,7 @@ package cli
 import (
 	"fmt"
 	"io"
+	"time"
 
 	"github.com/hibernacle/hibernacle/api"
 )
@@ -15,6 +16,20 @@ func hibernateLine(r *api.HibernateReport) string {
 // resumeLine says in one line how a resume went.
 func resumeLine(r *api.ResumeReport) string {
 	return fmt.Sprintf("%.0f ms, tier %s, %s read in %d faults (%s)", r.TotalMS, r.Tier, size(r.BytesRead), r.Faults, phases(r.Phases))
+}
+
+// usageLine says in one line what a sandbox has used.
+func usageLine(u api.Usage) string {
+	return fmt.Sprintf("awake %s, standby %s, CPU %s, %s stored", span(u.AwakeS), span(u.StandbyS), span(u.CPUS), size(u.StoredBytes))
+}
+
+// span prints seconds for people.
+func span(s float64) string {
+	unit := time.Second
+	if s < 60 {
+		unit = 100 * time.Millisecond
+	}
+	return time.Duration(s * float64(time.Second)).Round(unit).String()
 }
 
 // printWarnings says what a transition could not do.

@@ -33,7 +33,8 @@ type Started struct {
 // core is what the wiring returns: the core, and how to let go of it.
 type core interface {
 	server.Core
-	Close() error // leaves the guests running
+	observed() *observers // nil: nobody is told of what happens
+	Close() error         // leaves the guests running
 }
 
 // wiring builds the core and says what VMM it uses.
@@ -85,7 +86,9 @@ func run(ctx context.Context, c Config, wire wiring, ready func(Started)) error 
 	if err != nil {
 		return err
 	}
-	srv := server.New(server.Config{Core: core, Key: key, Version: version, Log: c.Log})
+	sc := server.Config{Core: core, Key: key, Version: version, Log: c.Log, MetricsOpen: c.MetricsOpen}
+	core.observed().addTo(&sc)
+	srv := server.New(sc)
 	started := Started{
 		URL: urlOf(ln.Addr()), KeyFile: filepath.Join(f.Data, api.KeyFile), Account: account, Plain: !isLoopback(ln.Addr()),
 	}

@@ -41,6 +41,7 @@ func toSandbox(s sandbox.Sandbox) api.Sandbox {
 		ID: s.ID, Name: s.Name, Template: s.Template, State: api.State(s.State), Reason: s.Reason,
 		CreatedAt: s.CreatedAt, MemoryMiB: s.MemoryMiB, CPUs: s.CPUs, Labels: orEmpty(s.Labels), Parked: s.Parked,
 		Policy: toPolicy(s.Policy),
+		Usage:  api.Usage{AwakeS: s.Usage.Awake.Seconds(), StandbyS: s.Usage.Standby.Seconds(), CPUS: s.Usage.CPU.Seconds(), StoredBytes: s.Usage.StoredBytes},
 	}
 	if r := s.Replication; r != nil {
 		out.Replication = &api.Replication{State: r.State, Error: r.Error, SentBytes: r.SentBytes}

@@ -22,6 +22,8 @@ const (
 	// eventPatience is how long a client may leave its stream unread once the
 	// connection is full. It comes back by the last id.
 	eventPatience = 30 * time.Second
+	// endPatience is the same for a stream that the server ends.
+	endPatience = time.Second
 	// eventBurst is how many events are written before they are sent.
 	eventBurst = 64
 )
@@ -47,7 +49,8 @@ func (s *Server) getEvents(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Content-Type", "text/event-stream")
 	w.Header().Set("Cache-Control", "no-store")
 	w.WriteHeader(http.StatusOK)
-	out := &eventWriter{w: w, rc: http.NewResponseController(w)}
+	out := &eventWriter{ctx: ctx, w: w, rc: http.NewResponseController(w)}
+	defer context.AfterFunc(ctx, out.deadline)()
 	if q.follow {
 		err = s.followEvents(ctx, out, sub)
 	} else {
@@ -121,9 +124,10 @@ func (s *Server) followEvents(ctx context.Context, out *eventWriter, sub *events
 
 // eventWriter writes Server-Sent Events.
 type eventWriter struct {
-	w  io.Writer
-	rc *http.ResponseController
-	n  int // events that are not sent yet
+	ctx context.Context // of the stream
+	w   io.Writer
+	rc  *http.ResponseController
+	n   int // events that are not sent yet
 }
 
 // ready writes the events that are there already.
@@ -172,7 +176,12 @@ func (o *eventWriter) heartbeat(id uint64) error {
 
 // deadline bounds how long a client that does not read may hold what follows.
 // Where the connection has no deadlines, it ends with its client.
-func (o *eventWriter) deadline() { _ = o.rc.SetWriteDeadline(time.Now().Add(eventPatience)) }
+func (o *eventWriter) deadline() {
+	_ = o.rc.SetWriteDeadline(time.Now().Add(eventPatience))
+	if o.ctx.Err() != nil { // looked at afterwards: whichever call comes last knows of the end
+		_ = o.rc.SetWriteDeadline(time.Now().Add(endPatience))
+	}
+}
 
 func (o *eventWriter) flush() error {
 	o.n = 0
