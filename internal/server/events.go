@@ -49,7 +49,7 @@ func (s *Server) getEvents(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Content-Type", "text/event-stream")
 	w.Header().Set("Cache-Control", "no-store")
 	w.WriteHeader(http.StatusOK)
-	out := &eventWriter{ctx: ctx, w: w, rc: http.NewResponseController(w)}
+	out := &eventWriter{ended: ctx.Done(), w: w, rc: http.NewResponseController(w)}
 	defer context.AfterFunc(ctx, out.deadline)()
 	if q.follow {
 		err = s.followEvents(ctx, out, sub)
@@ -124,10 +124,10 @@ func (s *Server) followEvents(ctx context.Context, out *eventWriter, sub *events
 
 // eventWriter writes Server-Sent Events.
 type eventWriter struct {
-	ctx context.Context // of the stream
-	w   io.Writer
-	rc  *http.ResponseController
-	n   int // events that are not sent yet
+	w     io.Writer
+	rc    *http.ResponseController
+	ended <-chan struct{} // closed when the stream is to end
+	n     int             // events that are not sent yet
 }
 
 // ready writes the events that are there already.
@@ -178,8 +178,10 @@ func (o *eventWriter) heartbeat(id uint64) error {
 // Where the connection has no deadlines, it ends with its client.
 func (o *eventWriter) deadline() {
 	_ = o.rc.SetWriteDeadline(time.Now().Add(eventPatience))
-	if o.ctx.Err() != nil { // looked at afterwards: whichever call comes last knows of the end
+	select {
+	case <-o.ended: // looked at afterwards: whichever call comes last knows of the end
 		_ = o.rc.SetWriteDeadline(time.Now().Add(endPatience))
+	default:
 	}
 }
 
