@@ -39,16 +39,24 @@ type Sandbox struct {
 	Replication   *Replication      `json:"replication"`    // of Snapshot to the remote store; null without one
 	Parked        bool              `json:"parked"`         // in standby, its paused VMM is kept as a cache
 	Policy        Policy            `json:"policy"`
+	Next          *Next             `json:"next"` // what its limits do to it next; null: nothing
 	Usage         Usage             `json:"usage"`
 }
 
 // Usage is what an operator would bill a sandbox by, since its creation and up
 // to now.
 type Usage struct {
-	AwakeS      float64 `json:"awake_s"`      // seconds in which a machine of it may have run
-	StandbyS    float64 `json:"standby_s"`    // seconds in standby
+	AwakeS      float64 `json:"awake_s"`      // seconds with a guest that runs
+	StandbyS    float64 `json:"standby_s"`    // seconds in standby, or failed with what is kept of it
 	CPUS        float64 `json:"cpu_s"`        // seconds of processor time; of a run that goes on, as far as it was looked at
 	StoredBytes int64   `json:"stored_bytes"` // that its snapshots hold in packs that no template shares
+}
+
+// Next says what a limit of the policy is going to do, and when.
+type Next struct {
+	Limit  string    `json:"limit"`  // "ttl", "ttl_idle", "expires" or "timeout"
+	Action string    `json:"action"` // ActionDelete, ActionNotify or ActionHibernate
+	At     time.Time `json:"at"`     // of a timeout: if it runs on without a break
 }
 
 // Replication says where the sandbox's snapshot is kept.
@@ -100,9 +108,10 @@ type Snapshot struct {
 }
 
 // HibernateReport says how the last hibernation went. Phases maps a name to
-// milliseconds: freeze, pause, state, scan, write, commit.
+// milliseconds: freeze, pause, state, scan, write, commit, and behind the answer
+// park or release, of the VMM.
 type HibernateReport struct {
-	TotalMS  float64            `json:"total_ms"`
+	TotalMS  float64            `json:"total_ms"` // until the commit
 	PauseMS  float64            `json:"pause_ms"`
 	Phases   map[string]float64 `json:"phases"`
 	Warnings []string           `json:"warnings,omitempty"`
@@ -208,6 +217,7 @@ type Progress struct {
 	Template *Template `json:"template,omitempty"`
 	Verify   *Verify   `json:"verify,omitempty"`
 	Imported *Imported `json:"imported,omitempty"`
+	Drained  *Drained  `json:"drained,omitempty"`
 }
 
 // StoreStatus says what the store holds.
@@ -305,6 +315,7 @@ type Host struct {
 	DiskReserve    int64 `json:"disk_reserve"`    // of these, kept for guests that run to hibernate
 	Parked         int   `json:"parked"`          // machines of sandboxes in standby that are kept
 	ParkedBytes    int64 `json:"parked_bytes"`    // of memory that they take up; it is given back when guests need it, and so is the pool's
+	Draining       bool  `json:"draining"`        // nothing starts
 	PoolBytes      int64 `json:"pool_bytes"`      // of memory that machines take up that were started beforehand
 }
 
@@ -353,6 +364,17 @@ type WebhookTest struct {
 // EventGap is the type of the event that says that others are missing.
 const EventGap = "gap"
 
+// DrainRequest is the optional body of a drain.
+type DrainRequest struct {
+	Undo bool `json:"undo,omitempty"` // end it: let sandboxes start again
+}
+
+// Drained says what a drain did.
+type Drained struct {
+	Hibernated []string          `json:"hibernated"` // ids
+	Failed     map[string]string `json:"failed"`     // id → why it still runs, or may
+}
+
 // Version is the answer to GET /v1/version.
 type Version struct {
 	Version string `json:"version"`
@@ -360,6 +382,11 @@ type Version struct {
 	VMM     string `json:"vmm"`
 	Accel   string `json:"accel"`
 }
+
+// ResumeHeader is the header of an answer to a request that waited for its
+// sandbox to be resumed: "tier=local; ms=41" names the tier and how long the
+// resume took.
+const ResumeHeader = "Hib-Resume"
 
 // Error is the body of every answer that is no success.
 type Error struct {

@@ -196,7 +196,7 @@ func (c *Client) lines(ctx context.Context, u *url.URL, in any, progress func(ap
 		switch {
 		case p.Error != nil:
 			return p, &Error{Status: resp.StatusCode, Code: p.Error.Code, Message: p.Error.Message, Hint: p.Error.Hint, RequestID: resp.Header.Get("X-Request-Id")}
-		case p.Template != nil, p.Verify != nil, p.Imported != nil:
+		case p.Template != nil, p.Verify != nil, p.Imported != nil, p.Drained != nil:
 			return p, nil
 		case progress != nil:
 			progress(p)

@@ -82,9 +82,15 @@ func TestEventsSurviveRestarts(t *testing.T) {
 	t.Logf("seed %d", seed)
 	random := rand.New(rand.NewPCG(seed, 0))
 	const n = 2000
-	done := make(chan struct{})
+	connected, done := make(chan struct{}), make(chan struct{})
+	w.happen(1)
 	go func() {
 		defer close(done)
+		select {
+		case <-connected:
+		case <-t.Context().Done():
+			return
+		}
 		for i := 0; i < n; i += 100 {
 			w.happen(100)
 			switch random.IntN(3) {
@@ -95,7 +101,6 @@ func TestEventsSurviveRestarts(t *testing.T) {
 			}
 		}
 	}()
-	defer func() { <-done }()
 	want := uint64(0)
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
@@ -106,10 +111,14 @@ func TestEventsSurviveRestarts(t *testing.T) {
 		if want++; e.ID != want {
 			t.Fatalf("event %d comes behind event %d", e.ID, want-1)
 		}
-		if want == n {
+		if want == 1 {
+			close(connected)
+		}
+		if want == n+1 {
 			break
 		}
 	}
+	<-done
 }
 
 func TestEventsOfThePast(t *testing.T) {

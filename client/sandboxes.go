@@ -56,7 +56,8 @@ func (c *Client) Delete(ctx context.Context, id string) error {
 }
 
 // Hibernate brings a sandbox to standby; when it returns, its snapshot is
-// durable. Idempotent.
+// durable. Its VMM is parked or released behind that, which Get tells
+// afterwards (Parked, and the phase park or release of LastHibernate). Idempotent.
 func (c *Client) Hibernate(ctx context.Context, id string) (s api.Sandbox, err error) {
 	return c.HibernateWith(ctx, id, api.HibernateRequest{})
 }

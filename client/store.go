@@ -33,6 +33,19 @@ func (c *Client) Collect(ctx context.Context, r api.CollectRequest) (out api.Col
 	return out, err
 }
 
+// Drain hibernates everything and lets nothing start from then on, or ends
+// that. progress, which may be nil, hears of sandboxes done and in total.
+func (c *Client) Drain(ctx context.Context, r api.DrainRequest, progress func(api.Progress)) (api.Drained, error) {
+	last, err := c.lines(ctx, c.endpoint("drain"), r, progress)
+	switch {
+	case err != nil:
+		return api.Drained{}, err
+	case last.Drained == nil:
+		return api.Drained{}, errors.New("the daemon's answer has no result")
+	}
+	return *last.Drained, nil
+}
+
 // Import brings the sandboxes that the remote store holds to the daemon's host.
 // progress, which may be nil, hears of bytes done and in total.
 func (c *Client) Import(ctx context.Context, r api.ImportRequest, progress func(api.Progress)) (api.Imported, error) {

@@ -158,3 +158,17 @@ func (d *daemon) machines() ([]string, error) {
 	}
 	return filepath.Glob(filepath.Join(info.Run, "*", "handle.json"))
 }
+
+// lastMachines is machines once none is left, which comes right behind the answer of a
+// hibernation, or those that are there after a while.
+func (d *daemon) lastMachines(ctx context.Context) ([]string, error) {
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	for {
+		machines, err := d.machines()
+		if err != nil || len(machines) == 0 || ctx.Err() != nil {
+			return machines, err
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+}

@@ -159,7 +159,7 @@ func (s *story) sleep(ctx context.Context) error {
 	if err := s.hibernate(ctx); err != nil {
 		return err
 	}
-	machines, err := s.d.machines()
+	machines, err := s.d.lastMachines(ctx)
 	if err != nil {
 		return err
 	}

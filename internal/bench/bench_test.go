@@ -143,7 +143,7 @@ func TestEverything(t *testing.T) {
 			t.Errorf("fetched: %+v", r)
 		}
 		for name, want := range map[string]float64{
-			"hibernate.phase.write.p50": 40, "hibernate.phase.commit.p50": 10, factDirty: 4,
+			"hibernate.phase.write.p50": 40, "hibernate.phase.commit.p50": 10, "hibernate.phase.release.p50": costLeave, factDirty: 4,
 			"vcpus_running.phase.vmm.p50": costUnpark, "vcpus_running.phase.state.p50": 2,
 		} {
 			if got, ok := figures(res).fact(name, workloadPython50); !ok || got != want {

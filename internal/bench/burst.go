@@ -80,7 +80,7 @@ func indices(n int) []int {
 func (r *runner) burst(ctx context.Context, subjects []*subject, v variant) error {
 	asleep := make([]api.Sandbox, len(subjects))
 	err := parallel(indices(len(subjects)), deleters, func(i int) (err error) {
-		asleep[i], err = r.target.HibernateWith(ctx, subjects[i].id, api.HibernateRequest{NoPark: true})
+		asleep[i], _, err = r.standby(ctx, subjects[i].id, false)
 		return err
 	})
 	if err != nil {

@@ -33,7 +33,7 @@ func (r *runner) history(ctx context.Context, s *subject) error {
 	for i := range r.opts.Cycles {
 		r.say("cycle %d of %d", i+1, r.opts.Cycles)
 		r.done(float64(i) / float64(r.opts.Cycles))
-		if _, err := r.target.HibernateWith(ctx, s.id, api.HibernateRequest{NoPark: true}); err != nil {
+		if _, _, err := r.standby(ctx, s.id, false); err != nil {
 			return err
 		}
 		if i >= cyclesFirst && i < cyclesFirst+cyclesWindow || i >= r.opts.Cycles-cyclesWindow { // those are compared
@@ -125,7 +125,7 @@ func (r *runner) compress(ctx context.Context, name string) error {
 		if err := s.ask(ctx); err != nil {
 			return err
 		}
-		hibernated, err := r.target.HibernateWith(ctx, s.id, api.HibernateRequest{NoPark: true})
+		hibernated, _, err := r.standby(ctx, s.id, false)
 		if err == nil {
 			err = replicated(ctx, r.target, s.id, replicationPatience)
 		}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/http"
 	"os"
@@ -35,7 +36,9 @@ type fakeBox struct {
 	cold, gone bool // since the hibernation: page cache dropped, local packs deleted
 	lazy       bool // it was resumed without prefetch
 	sleeps     int
-	fetched    int64 // since the last resume, in bytes
+	leaves     time.Time // when its VMM is parked or released, zero: that is done
+	park       bool      // it is to be parked
+	fetched    int64     // since the last resume, in bytes
 }
 
 // What the fake's operations take in milliseconds.
@@ -43,6 +46,7 @@ const (
 	costCreate    = 300
 	costBoot      = 5000
 	costHibernate = 60
+	costLeave     = 30 // behind the answer
 	costUnpark    = 1
 	costPooled    = 8
 	costFresh     = 50
@@ -92,7 +96,34 @@ func (d *fakeDaemon) Get(_ context.Context, id string) (api.Sandbox, error) {
 	if err != nil {
 		return api.Sandbox{}, err
 	}
+	d.leave(b, false)
 	return b.Sandbox, nil
+}
+
+// leave parks or releases the VMM of a box that hibernated when it is time for
+// that, or waits for that time.
+func (d *fakeDaemon) leave(b *fakeBox, wait bool) {
+	d.mu.Lock()
+	left := time.Until(b.leaves)
+	d.mu.Unlock()
+	if wait {
+		time.Sleep(left)
+	} else if left > 0 {
+		return
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if b.leaves.IsZero() {
+		return
+	}
+	b.leaves, b.Parked = time.Time{}, b.park
+	step, report := "release", *b.LastHibernate
+	if b.park {
+		step = "park"
+	}
+	report.Phases = maps.Clone(report.Phases)
+	report.Phases[step] = costLeave
+	b.LastHibernate = &report
 }
 
 func (d *fakeDaemon) HibernateWith(_ context.Context, id string, req api.HibernateRequest) (api.Sandbox, error) {
@@ -108,7 +139,8 @@ func (d *fakeDaemon) HibernateWith(_ context.Context, id string, req api.Hiberna
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	b.sleeps++
-	b.State, b.Parked, b.cold = api.StateStandby, d.parks && !req.NoPark, false // old packs that are gone stay away
+	b.State, b.cold = api.StateStandby, false // old packs that are gone stay away
+	b.leaves, b.park = time.Now().Add(costLeave*time.Millisecond), d.parks && !req.NoPark
 	b.Snapshot = &api.Snapshot{ID: fmt.Sprint(b.sleeps), DirtyBytes: 4e6}
 	b.LastHibernate = &api.HibernateReport{WorkingSet: w, Phases: map[string]float64{"freeze": 10, "write": 40, "commit": 10}}
 	if d.remote {
@@ -125,6 +157,7 @@ func (d *fakeDaemon) Evict(_ context.Context, id string, req api.EvictRequest) (
 	if !d.evicts {
 		return api.Evicted{}, errors.New("not supported")
 	}
+	d.leave(b, true)
 	b.Parked = b.Parked && !req.Parked
 	b.cold, b.gone = b.cold || req.PageCache, b.gone || req.Local
 	if req.Local {
@@ -138,6 +171,7 @@ func (d *fakeDaemon) ResumeWith(_ context.Context, id string, req api.ResumeRequ
 	if err != nil || b.State == api.StateRunning {
 		return b.Sandbox, err
 	}
+	d.leave(b, true)
 	d.mu.Lock()
 	d.resumes++
 	n := d.resumes

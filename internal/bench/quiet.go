@@ -15,7 +15,42 @@ const (
 	quietPatience = 10 * time.Second
 	quietWindow   = 100 * time.Millisecond
 	quietCPU      = quietWindow / 10
+
+	leavePause = 5 * time.Millisecond
 )
+
+// standby hibernates a sandbox and returns it as the daemon answered, with the
+// milliseconds until then. It waits for what comes behind the answer, too: whether its VMM was kept, and
+// the whole report, are known only then, and a resume would have to wait for it.
+func (r *runner) standby(ctx context.Context, id string, park bool) (sb api.Sandbox, took float64, err error) {
+	begun := time.Now()
+	sb, err = r.target.HibernateWith(ctx, id, api.HibernateRequest{NoPark: !park})
+	took = since(begun)
+	if err != nil {
+		return sb, took, err
+	}
+	waiting, cancel := context.WithTimeout(ctx, quietPatience)
+	defer cancel()
+	until(waiting, leavePause, func() bool {
+		var now api.Sandbox
+		if now, err = r.target.Get(waiting, id); err != nil {
+			return true
+		}
+		sb.LastHibernate, sb.Parked = now.LastHibernate, now.Parked
+		return now.LastHibernate == nil || hasLeft(*now.LastHibernate)
+	})
+	if waiting.Err() != nil { // a daemon that cannot end its VMM is measured all the same
+		err = ctx.Err()
+	}
+	return sb, took, err
+}
+
+// hasLeft tells whether the VMM of a hibernation was released or parked by its report.
+func hasLeft(report api.HibernateReport) bool {
+	_, released := report.Phases["release"]
+	_, parked := report.Phases["park"]
+	return released || parked
+}
 
 // quiet waits until what came before does not disturb what is measured next:
 // the snapshots of the sandboxes ids are replicated, the pool is full again, and

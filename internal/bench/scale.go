@@ -47,7 +47,7 @@ func (r *runner) crowd(ctx context.Context) error {
 		}
 		sb, err := r.create(ctx, scaleMemory, false)
 		if err == nil {
-			_, err = r.target.HibernateWith(ctx, sb.ID, api.HibernateRequest{NoPark: true})
+			_, _, err = r.standby(ctx, sb.ID, false)
 		}
 		n := done.Add(1)
 		r.say("scale: %d of %d sandboxes are in standby", n, r.opts.Scale)

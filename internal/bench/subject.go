@@ -59,12 +59,11 @@ func (s *subject) warmUp(ctx context.Context, cycles int) error {
 		if err := s.quiet(ctx); err != nil {
 			return err
 		}
-		begun := time.Now()
-		sb, err := s.target.HibernateWith(ctx, s.id, api.HibernateRequest{NoPark: true})
+		sb, took, err := s.standby(ctx, s.id, false)
 		if err != nil {
 			return err
 		}
-		s.hibernated(s.workload.name, s.memory, since(begun), sb)
+		s.hibernated(s.workload.name, s.memory, took, sb)
 		if err := s.quiet(ctx, s.id); err != nil {
 			return err
 		}
@@ -78,8 +77,7 @@ func (s *subject) warmUp(ctx context.Context, cycles int) error {
 // cycle hibernates the subject unless it is in standby, resumes it and lets the
 // daemon learn its working set. It finds out whether there is a pool for it.
 func (s *subject) cycle(ctx context.Context) error {
-	_, err := s.target.HibernateWith(ctx, s.id, api.HibernateRequest{NoPark: true})
-	if err != nil {
+	if _, _, err := s.standby(ctx, s.id, false); err != nil {
 		return err
 	}
 	sb, err := s.target.ResumeWith(ctx, s.id, api.ResumeRequest{NoParked: true})
@@ -249,9 +247,7 @@ func (s *subject) hibernate(ctx context.Context, park bool) (api.Sandbox, error)
 			return api.Sandbox{}, s.failed(ctx, k, err)
 		}
 	}
-	begun := time.Now()
-	sb, err := s.target.HibernateWith(ctx, s.id, api.HibernateRequest{NoPark: !park})
-	took := since(begun)
+	sb, took, err := s.standby(ctx, s.id, park)
 	if err != nil {
 		return sb, s.failed(ctx, k, err)
 	}

@@ -120,7 +120,7 @@ Start the daemon with "hib serve", then: hib template build, hib create, hib exe
 	root.AddCommand(
 		newServeCommand(a), newDoctorCommand(a), newVersionCommand(a), newExitCodesTopic(),
 		newTemplateCommand(a),
-		newCreateCommand(a), newUpdateCommand(a), newLsCommand(a), newInspectCommand(a), newExecCommand(a),
+		newCreateCommand(a), newUpdateCommand(a), newDrainCommand(a), newLsCommand(a), newInspectCommand(a), newExecCommand(a),
 		newHibernateCommand(a), newResumeCommand(a), newRmCommand(a), newLogsCommand(a), newEventsCommand(a), newWebhookCommand(a),
 		newCpCommand(a), newPortForwardCommand(a),
 		newStoreCommand(a),

@@ -12,8 +12,9 @@ func newHibernateCommand(a *app) *cobra.Command {
 		Use:   "hibernate ID",
 		Short: "Bring a sandbox to standby",
 		Long: `Bring a sandbox to standby: its memory and devices are saved, and nothing of it
-runs any more. When the command returns the snapshot is durable. The next exec,
-file call or connection wakes it.`,
+runs any more. When the command returns the snapshot is durable; the paused
+machine is kept or ended behind that. The next exec, file call or connection
+wakes it.`,
 		Args: exactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error { return runHibernate(cmd.Context(), a, args[0]) },
 	}

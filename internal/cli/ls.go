@@ -2,8 +2,10 @@ package cli
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"strconv"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -19,6 +21,32 @@ func newLsCommand(a *app) *cobra.Command {
 	}
 }
 
+// next says what will happen to a sandbox by itself, and when.
+func next(s api.Sandbox) string {
+	switch {
+	case s.Next != nil && s.Next.Action == api.ActionNotify:
+		return fmt.Sprintf("%s told in %s", s.Next.Limit, until(s.Next.At))
+	case s.Next != nil:
+		return fmt.Sprintf("%s in %s", s.Next.Action, until(s.Next.At))
+	case s.State == api.StateRunning && s.Policy.IdleTimeout > 0:
+		return "hibernate when idle for " + s.Policy.IdleTimeout.String()
+	case s.State == api.StateRunning:
+		return "runs on"
+	case s.State == api.StateStandby, s.State == api.StateFailed:
+		return "kept"
+	}
+	return "-"
+}
+
+// until says how long it is to an instant.
+func until(at time.Time) string {
+	d := time.Until(at)
+	if d < time.Second {
+		return "no time"
+	}
+	return brief(d)
+}
+
 func runLs(ctx context.Context, a *app) error {
 	c, err := a.client()
 	if err != nil {
@@ -32,13 +60,13 @@ func runLs(ctx context.Context, a *app) error {
 		return a.printJSON(all)
 	}
 	failed := slices.ContainsFunc(all, func(s api.Sandbox) bool { return s.Reason != "" })
-	head := []string{"ID", "NAME", "STATE", "TEMPLATE", "MEM", "AGE"}
+	head := []string{"ID", "NAME", "STATE", "TEMPLATE", "MEM", "AGE", "NEXT"}
 	if failed {
 		head = append(head, "REASON")
 	}
 	rows := [][]string{head}
 	for _, s := range all {
-		row := []string{s.ID, or(s.Name), string(s.State), s.Template, strconv.Itoa(s.MemoryMiB) + " MiB", age(s.CreatedAt)}
+		row := []string{s.ID, or(s.Name), string(s.State), s.Template, strconv.Itoa(s.MemoryMiB) + " MiB", age(s.CreatedAt), next(s)}
 		if failed {
 			row = append(row, printable(s.Reason))
 		}

@@ -71,7 +71,11 @@ func age(t time.Time) string {
 	if t.IsZero() {
 		return "-"
 	}
-	d := max(0, time.Since(t))
+	return brief(max(0, time.Since(t)))
+}
+
+// brief writes a length of time in its largest unit.
+func brief(d time.Duration) string {
 	switch {
 	case d < time.Minute:
 		return fmt.Sprintf("%ds", int(d.Seconds()))

@@ -53,12 +53,39 @@ func ramOf(shape vmm.Shape) int64 { return int64(shape.MemoryMiB) << 20 }
 // disk, or refuses it with the reason. It comes before the machine is started.
 // A sandbox's claim is given back by settleClaim at the end of the operation,
 // that of any other machine by admission.release. what names the machine.
-func (c *Core) admit(holder, what string, shape vmm.Shape) error {
+//
+// A sandbox that is known to be in standby may still have its machine for a
+// moment: nobody is refused because of that.
+func (c *Core) admit(ctx context.Context, holder, what string, shape vmm.Shape) error {
 	room, err := c.tryAdmit(holder, what, shape)
+	if err != nil && c.awaitLeaving(ctx) {
+		room, err = c.tryAdmit(holder, what, shape)
+	}
 	if err == nil && c.cfg.GuestMemory > 0 {
 		c.reclaim(room)
 	}
 	return err
+}
+
+// awaitLeaving waits for the end of the hibernations that are behind the point
+// up to which they may be cancelled; false: ctx ended first. They wait for
+// nobody, so an operation may wait for them.
+func (c *Core) awaitLeaving(ctx context.Context) bool {
+	for _, e := range c.all() {
+		e.mu.Lock()
+		op := e.op
+		leaving := op != nil && op.kind == opHibernate && op.late
+		e.mu.Unlock()
+		if !leaving {
+			continue
+		}
+		select {
+		case <-op.ended:
+		case <-ctx.Done():
+			return false
+		}
+	}
+	return true
 }
 
 // tryAdmit makes the claim and returns the memory that is left beside all claims.
@@ -162,6 +189,7 @@ type Host struct {
 	DiskReserve    int64 // of these, kept for guests that run to hibernate
 	Parked         int   // machines of sandboxes in standby that are kept
 	ParkedBytes    int64 // of memory that they take up; it is given back when guests need it, and so is the pool's
+	Draining       bool  // nothing starts
 	PoolBytes      int64 // of memory that machines take up that were started beforehand
 }
 
@@ -171,7 +199,7 @@ func (c *Core) Host(context.Context) (Host, error) {
 	memory, ram := c.admission.promised()
 	guests := len(c.admission.claims)
 	c.admission.mu.Unlock()
-	h := Host{CPUs: runtime.NumCPU(), MemoryLimit: c.cfg.GuestMemory, MemoryPromised: memory, Guests: guests, DiskReserve: c.diskReserve(ram)}
+	h := Host{CPUs: runtime.NumCPU(), MemoryLimit: c.cfg.GuestMemory, MemoryPromised: memory, Guests: guests, DiskReserve: c.diskReserve(ram), Draining: c.draining.Load()}
 	parked, bytes := c.parkedMachines()
 	h.Parked, h.ParkedBytes, h.PoolBytes = len(parked), bytes, c.pool.bytes()
 	if c.cfg.FreeBytes != nil {

@@ -293,7 +293,7 @@ func (c *Core) bootBase(ctx context.Context, name string, version int, shape vmm
 		return baseRecord{}, err
 	}
 	machine := machineName("base")
-	if err := c.admit(machine, fmt.Sprintf("the base machine of template %s, shape %s", name, shape), shape); err != nil {
+	if err := c.admit(ctx, machine, fmt.Sprintf("the base machine of template %s, shape %s", name, shape), shape); err != nil {
 		return baseRecord{}, err
 	}
 	defer c.admission.release(machine)

@@ -172,6 +172,7 @@ func TestCollectSparesACompaction(t *testing.T) {
 	h.hook.set(at("compact", true, g.wait))
 	s := h.hibernate(id)
 	<-g.reached
+	wait(t, "the base, what the record names and what is written are left", func() bool { return h.w.Snapshots() == 3 })
 	before := h.w.Snapshots()
 	dry, err := h.core.Collect(t.Context(), sandbox.CollectOptions{DryRun: true})
 	if err != nil || slices.Contains(dry.Objects, string(s.Snapshot.ID)) {

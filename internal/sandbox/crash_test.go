@@ -33,6 +33,7 @@ var faults = map[string]struct {
 var operations = map[string]func(h *host, id string) error{
 	"hibernate": func(h *host, id string) error {
 		_, err := h.core.Hibernate(h.t.Context(), id, sandbox.HibernateOptions{})
+		h.core.Rest(id) // the steps behind the answer count, too
 		return err
 	},
 	"resume": func(h *host, id string) error {

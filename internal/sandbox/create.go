@@ -54,6 +54,9 @@ func (c *Core) Create(ctx context.Context, o CreateOptions) (Sandbox, error) {
 	if o.Template == "" {
 		o.Template = DefaultTemplate
 	}
+	if err := c.drained(); err != nil {
+		return Sandbox{}, err
+	}
 	policy := DefaultPolicy()
 	if o.Policy != nil {
 		policy = *o.Policy
@@ -76,7 +79,7 @@ func (c *Core) Create(ctx context.Context, o CreateOptions) (Sandbox, error) {
 	rec := record{
 		Version: recordVersion, ID: newID(), Name: o.Name, Template: o.Template, TemplateVersion: v.Number, Shape: shape,
 		Labels: o.Labels, Env: o.Env, Policy: policy,
-		AccessToken: newToken(), CreatedAt: time.Now().UTC(), State: StateCreating,
+		AccessToken: newToken(), TrafficToken: newToken(), CreatedAt: time.Now().UTC(), State: StateCreating,
 	}
 	if !o.ColdBoot {
 		b, err := c.base(ctx, o.Template, v.Number, shape)
@@ -97,7 +100,7 @@ func (c *Core) create(ctx context.Context, rec record, boot bool) (Sandbox, erro
 	if err := c.insert(e); err != nil {
 		return Sandbox{}, err
 	}
-	done, op, err := c.begin(ctx, e, opStart, func(ctx context.Context, _ *operation) error {
+	op, err := c.begin(ctx, e, opStart, func(ctx context.Context, _ *operation) error {
 		err := c.establish(ctx, e, boot)
 		if err == nil {
 			c.emit(e, Event{Type: EventCreated, Resume: e.rec.LastResume})
@@ -111,7 +114,7 @@ func (c *Core) create(ctx context.Context, rec record, boot bool) (Sandbox, erro
 	// Nobody but the caller learns of the sandbox: without it, it goes.
 	stop := context.AfterFunc(ctx, func() { op.cancel(context.Cause(ctx)) })
 	defer stop()
-	if err := <-done; err != nil {
+	if err := <-op.done; err != nil {
 		return Sandbox{}, err
 	}
 	return c.view(e), nil
@@ -124,7 +127,7 @@ func (c *Core) establish(ctx context.Context, e *entry, boot bool) error {
 	if boot {
 		from = originBoot
 	}
-	err := c.admit(e.id, "a new sandbox", e.rec.Shape)
+	err := c.admit(ctx, e.id, "a new sandbox", e.rec.Shape)
 	if err == nil && !boot {
 		if _, ok := c.takePooled(e); ok {
 			from = originPool
@@ -147,7 +150,7 @@ func (c *Core) establish(ctx context.Context, e *entry, boot bool) error {
 	if why := c.memoryFailure(ctx, e); why != "" {
 		err = fmt.Errorf("%s (%w)", why, err)
 	}
-	if undo := c.remove(ctx, e); undo != nil {
+	if undo := c.remove(ctx, e, "it was not created"); undo != nil {
 		c.log.Warn("taking back a creation is put off", keySandbox, e.id, keyError, undo)
 	}
 	return stepError(err, "sandbox %s was not created", e.id)

@@ -22,13 +22,14 @@ type entry struct {
 	rev       uint64 // of rec in the catalog, 0: not there yet
 	vm        VM     // of the shim that rec.Handle names, nil if there is none or it is not connected
 	unwatch   context.CancelFunc
-	parked    *parked    // vm is parked; nil otherwise
-	op        *operation // the one whose turn it is
-	doomed    int        // deletions that wait for their turn
-	dials     int        // requests that want to connect: while there is one, no hibernation is committed
-	measured  measured   // what the next change adds to the record's usage
-	unsettled bool       // rec may not be what the catalog has, or its state has no operation that goes on with it
-	retrying  bool       // somebody tries to settle it
+	parked    *parked       // vm is parked; nil otherwise
+	op        *operation    // the one whose turn it is
+	doomed    int           // deletions that wait for their turn
+	dials     int           // requests that want to connect: while there is one, no hibernation is committed
+	slept     chan struct{} // closed when the guest of now no longer runs; nil: nobody asked
+	measured  measured      // what the next change adds to the record's usage
+	unsettled bool          // rec may not be what the catalog has, or its state has no operation that goes on with it
+	retrying  bool          // somebody tries to settle it
 	gone      bool
 }
 
@@ -46,7 +47,18 @@ const (
 type operation struct {
 	kind   opKind
 	cancel context.CancelCauseFunc
-	late   bool // behind the point up to which it may be cancelled
+	late   bool          // behind the point up to which it may be cancelled
+	done   chan error    // what its caller is told
+	ended  chan struct{} // closed once the turn is given back
+}
+
+// answer tells the caller how the operation went. One that goes on without
+// making its caller wait calls it before its end; only the first call counts.
+func (op *operation) answer(err error) {
+	select {
+	case op.done <- err:
+	default:
+	}
 }
 
 func newEntry(rec record, rev uint64) *entry {
@@ -56,9 +68,10 @@ func newEntry(rec record, rev uint64) *entry {
 func (e *entry) view() Sandbox {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	s := e.rec.view()
+	rec := e.rec
+	e.measured.addTo(&rec)
+	s := rec.view()
 	s.Parked = e.parked != nil
-	s.Usage = e.usage(time.Now())
 	return s
 }
 
@@ -113,6 +126,16 @@ func (e *entry) wanted() bool {
 	return e.dials > 0
 }
 
+// sleep returns what is closed when the guest that runs now no longer does.
+func (e *entry) sleep() <-chan struct{} {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.slept == nil {
+		e.slept = make(chan struct{})
+	}
+	return e.slept
+}
+
 // attach makes vm the entry's machine.
 func (e *entry) attach(vm VM) {
 	e.mu.Lock()
@@ -137,8 +160,9 @@ func (e *entry) detach() VM {
 }
 
 // run waits for the sandbox's turn, settles it if need be, and lets fn change
-// it. ctx bounds the waiting: fn goes on without the caller, under a context
-// that ends when the operation is cancelled or the core closes.
+// it. It returns with fn, or when fn answers. ctx bounds the waiting: fn goes on
+// without the caller, under a context that ends when the operation is cancelled
+// or the core closes.
 func (c *Core) run(ctx context.Context, e *entry, kind opKind, fn func(context.Context, *operation) error) error {
 	select {
 	case e.turn <- struct{}{}:
@@ -147,12 +171,12 @@ func (c *Core) run(ctx context.Context, e *entry, kind opKind, fn func(context.C
 	case <-c.closing:
 		return unavailable(errClosing, "sandbox %s", e.id)
 	}
-	done, _, err := c.begin(ctx, e, kind, fn)
+	op, err := c.begin(ctx, e, kind, fn)
 	if err != nil {
 		return err
 	}
 	select {
-	case err := <-done:
+	case err := <-op.done:
 		return err
 	case <-ctx.Done():
 		return c.left(ctx, e)
@@ -166,15 +190,15 @@ func (c *Core) left(ctx context.Context, e *entry) error {
 
 // begin starts an operation on an entry whose turn the caller has taken, and
 // gives the turn back when it ends.
-func (c *Core) begin(ctx context.Context, e *entry, kind opKind, fn func(context.Context, *operation) error) (<-chan error, *operation, error) {
+func (c *Core) begin(ctx context.Context, e *entry, kind opKind, fn func(context.Context, *operation) error) (*operation, error) {
 	work, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
-	op := &operation{kind: kind, cancel: cancel}
+	op := &operation{kind: kind, cancel: cancel, done: make(chan error, 1), ended: make(chan struct{})}
 	c.mu.Lock()
 	if c.closed {
 		c.mu.Unlock()
 		cancel(errClosing)
 		<-e.turn
-		return nil, nil, unavailable(errClosing, "sandbox %s", e.id)
+		return nil, unavailable(errClosing, "sandbox %s", e.id)
 	}
 	c.ops[op] = struct{}{}
 	c.opsDone.Add(1)
@@ -183,14 +207,13 @@ func (c *Core) begin(ctx context.Context, e *entry, kind opKind, fn func(context
 	e.op = op
 	e.mu.Unlock()
 
-	done := make(chan error, 1)
 	go func() {
 		err := c.perform(work, e, op, fn)
 		c.finish(e, op)
 		cancel(nil)
-		done <- err
+		op.answer(err)
 	}()
-	return done, op, nil
+	return op, nil
 }
 
 // perform runs fn on a settled sandbox that is still there.
@@ -223,6 +246,7 @@ func (c *Core) perform(ctx context.Context, e *entry, op *operation, fn func(con
 // finish gives the turn back. A sandbox that an operation leaves halfway is
 // unsettled, and somebody must see to it even if nobody asks for it again.
 func (c *Core) finish(e *entry, op *operation) {
+	c.settleClaim(e) // before the operation is seen to be over
 	e.mu.Lock()
 	e.op = nil
 	switch e.rec.State {
@@ -235,8 +259,8 @@ func (c *Core) finish(e *entry, op *operation) {
 		c.restDone.Add(1)
 	}
 	e.mu.Unlock()
-	c.settleClaim(e)
 	<-e.turn
+	close(op.ended)
 	if retry {
 		go c.retry(e)
 	}
@@ -275,7 +299,7 @@ func (c *Core) retry(e *entry) {
 func (c *Core) change(ctx context.Context, e *entry, mutate func(*record)) error {
 	next := e.rec
 	mutate(&next)
-	c.meterUp(e, &next)
+	c.account(e, &next)
 	from := e.rec.State
 	if !allowed(from, next.State) {
 		return conflict("", "sandbox %s cannot go from %s to %s", e.id, from, next.State)
@@ -297,9 +321,16 @@ func (c *Core) change(ctx context.Context, e *entry, mutate func(*record)) error
 	portable := next.Snapshot != e.rec.Snapshot || !next.LastUsed.Equal(e.rec.LastUsed) || next.Name != e.rec.Name
 	e.mu.Lock()
 	e.rec, e.rev = next, rev
+	if e.slept != nil && next.State != StateRunning && next.State != StateHibernating {
+		close(e.slept)
+		e.slept = nil
+	}
 	e.mu.Unlock()
 	if portable {
 		c.replicate(e)
+	}
+	if next.Policy.limited() {
+		c.limits.changed()
 	}
 	if isNew {
 		from = ""

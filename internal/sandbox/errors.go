@@ -21,6 +21,7 @@ var (
 	ErrFailed      = errors.New("the sandbox has failed")
 	ErrNoSpace     = errors.New("no space left")
 	ErrUnavailable = errors.New("not available now")
+	ErrRefused     = errors.New("nothing answers at the port")
 )
 
 // Error is an error of this package with what a user needs to act on it.

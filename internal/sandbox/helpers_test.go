@@ -170,12 +170,14 @@ func (h *host) ask(id, line string) string {
 	return answer
 }
 
-func (h *host) hibernate(id string) sandbox.Sandbox {
+// hibernate hibernates a sandbox and waits until its machine is parked or ended.
+func (h *host) hibernate(id string, o ...sandbox.HibernateOptions) sandbox.Sandbox {
 	h.t.Helper()
-	s, err := h.core.Hibernate(h.t.Context(), id, sandbox.HibernateOptions{})
-	if err != nil {
+	if _, err := h.core.Hibernate(h.t.Context(), id, append(o, sandbox.HibernateOptions{})[0]); err != nil {
 		h.t.Fatal(err)
 	}
+	h.core.Rest(id)
+	s := h.get(id)
 	if s.State != sandbox.StateStandby {
 		h.t.Fatalf("after hibernation it is %s", s.State)
 	}

@@ -20,8 +20,10 @@ type HibernateOptions struct {
 }
 
 // Hibernate takes a running sandbox to standby; one that is there already is
-// left alone. When it returns without error the snapshot is durable. ErrConflict
-// says that a request came in between and the sandbox runs on.
+// left alone. When it returns without error the snapshot is durable and the
+// sandbox is in standby by its record. Its machine is parked or released behind that: what
+// comes next to the sandbox waits for it, and the report tells of it afterwards.
+// ErrConflict says that a request came in between and the sandbox runs on.
 func (c *Core) Hibernate(ctx context.Context, id string, o HibernateOptions) (Sandbox, error) {
 	e, err := c.find(id)
 	if err != nil {
@@ -68,7 +70,14 @@ func (c *Core) hibernate(ctx context.Context, e *entry, op *operation, o Hiberna
 	}
 	report, err := c.capture(ctx, e)
 	if err == nil && e.tooLate(ctx, op) {
-		if err = c.commit(ctx, e, o, report, begun); err == nil || e.rec.State != StateHibernating || e.unsettled {
+		var parent *snapshot.Ref
+		if parent, err = c.commit(ctx, e, report, begun); err == nil {
+			op.answer(nil)
+			c.hit(ctx, e, fpHibernateAnswered)
+			c.leave(ctx, e, o, parent)
+			return nil
+		}
+		if e.rec.State != StateHibernating || e.unsettled {
 			return err
 		}
 	}
@@ -112,37 +121,45 @@ func (c *Core) capture(ctx context.Context, e *entry) (shim.CaptureReport, error
 	return report, failpoint.Hit(ctx, fpHibernateSealed)
 }
 
-// commit passes the commit point of a hibernation whose snapshot is sealed,
-// and parks or ends the machine. Only a change that failed is an error.
-func (c *Core) commit(ctx context.Context, e *entry, o HibernateOptions, sealed shim.CaptureReport, begun time.Time) error {
-	parent := e.rec.Snapshot
-	report := HibernateReport{PauseMS: sealed.PauseMS, Phases: map[string]float64{}, Warnings: sealed.Warnings, WorkingSet: sealed.WorkingSet}
-	for name, ms := range sealed.Phases {
-		report.Phases[name] = ms
-	}
+// commit passes the commit point of a hibernation whose snapshot is sealed, and
+// returns the snapshot that the sandbox had before, nil if none. Only a change that
+// failed is an error. The machine is to leave then.
+func (c *Core) commit(ctx context.Context, e *entry, sealed shim.CaptureReport, begun time.Time) (parent *snapshot.Ref, err error) {
+	parent = e.rec.Snapshot
+	report := HibernateReport{PauseMS: sealed.PauseMS, Phases: sealed.Phases, Warnings: sealed.Warnings, WorkingSet: sealed.WorkingSet}
 	committing := time.Now()
 	e.usedCPU(sealed.CPU)
-	err := c.change(ctx, e, func(r *record) {
+	err = c.change(ctx, e, func(r *record) {
 		r.State = StateStandby
 		r.Usage.StoredBytes += sealed.Metadata.StoredBytes // until it is measured
 		r.commit(sealed.Snapshot, sealed.Metadata)
 		r.LastUsed, r.LastHibernate = time.Now().UTC(), &report
 	})
 	if err != nil {
-		return err
+		return nil, err
 	}
-	commitMS, totalMS := since(committing), since(begun)
-	if err := failpoint.Hit(ctx, fpHibernateCommitted); err != nil {
-		return nil // committed is committed; the shim is ended at the next resume
-	}
+	// What the commit took is known behind it. The next change records it.
+	done := report.with("commit", since(committing))
+	done.TotalMS = since(begun)
+	e.mu.Lock()
+	e.rec.LastHibernate = &done
+	e.mu.Unlock()
+	c.hit(ctx, e, fpHibernateCommitted)
+	return parent, nil
+}
+
+// leave parks or ends the machine of a sandbox whose hibernation is committed,
+// and lets go of parent, the snapshot before. What fails is put off: the shim is
+// ended at the next resume.
+func (c *Core) leave(ctx context.Context, e *entry, o HibernateOptions, parent *snapshot.Ref) {
 	leaving, step := time.Now(), "park"
 	bound, ended := e.rec.Bound, false
+	var err error
 	if o.NoPark || !c.park(ctx, e) {
 		step, err = "release", c.end(ctx, e)
 		ended = err == nil
 	}
-	done := report.with("commit", commitMS, step, since(leaving))
-	done.TotalMS = totalMS
+	done := e.rec.LastHibernate.with(step, since(leaving))
 	if recErr := c.change(ctx, e, func(r *record) {
 		r.LastHibernate = &done
 		if ended {
@@ -158,15 +175,29 @@ func (c *Core) commit(ctx context.Context, e *entry, o HibernateOptions, sealed 
 		c.trash.add(parent.ID, bound)
 	}
 	c.compactor.add(e)
-	if err := failpoint.Hit(ctx, fpHibernateReleased); err != nil {
-		c.log.Warn("failpoint", keySandbox, e.id, keyError, err)
-	}
-	return nil
+	c.hit(ctx, e, fpHibernateReleased)
 }
 
-// with returns a copy of the report with two more phases.
-func (r HibernateReport) with(a string, aMS float64, b string, bMS float64) HibernateReport {
-	phases := map[string]float64{a: aMS, b: bMS}
+// hit is a failpoint where nothing can fail any more.
+func (c *Core) hit(ctx context.Context, e *entry, name string) {
+	if err := failpoint.Hit(ctx, name); err != nil {
+		c.log.Warn("failpoint", keySandbox, e.id, keyError, err)
+	}
+}
+
+// commitLate commits a snapshot that was found to be sealed after all, and has
+// what is left of its machine leave.
+func (c *Core) commitLate(ctx context.Context, e *entry, sealed shim.CaptureReport) error {
+	parent, err := c.commit(ctx, e, lateReport(sealed), time.Now())
+	if err == nil {
+		c.leave(ctx, e, HibernateOptions{}, parent)
+	}
+	return err
+}
+
+// with returns a copy of the report with one more phase.
+func (r HibernateReport) with(phase string, ms float64) HibernateReport {
+	phases := map[string]float64{phase: ms}
 	for name, ms := range r.Phases {
 		phases[name] = ms
 	}
@@ -190,7 +221,7 @@ func (c *Core) conclude(ctx context.Context, e *entry, cancelled bool) error {
 	case st.Phase == shim.PhaseStopped:
 		return c.concludeDead(ctx, e, exitReason(st))
 	case st.Phase == shim.PhaseSealed && st.Attempt == e.rec.Attempt && st.Captured != nil && st.Captured.Snapshot.ID == e.rec.Pending && !cancelled:
-		return c.commit(ctx, e, HibernateOptions{}, lateReport(*st.Captured), time.Now())
+		return c.commitLate(ctx, e, *st.Captured)
 	}
 	pending, attempt := e.rec.Pending, e.rec.Attempt
 	// Running is recorded before the guest runs: once it has run, the snapshot
@@ -212,7 +243,7 @@ func (c *Core) concludeDead(ctx context.Context, e *entry, reason string) error 
 	if err == nil {
 		var meta snapshot.Metadata
 		if meta, err = c.cfg.Snapshots.Metadata(ctx, ref); err == nil {
-			return c.commit(ctx, e, HibernateOptions{}, lateReport(shim.CaptureReport{Snapshot: ref, Metadata: meta}), time.Now())
+			return c.commitLate(ctx, e, shim.CaptureReport{Snapshot: ref, Metadata: meta})
 		}
 	}
 	if !errors.Is(err, snapshot.ErrMissing) && !errors.Is(err, snapshot.ErrCorrupt) {

@@ -246,7 +246,7 @@ func (c *Core) adoptRecord(ctx context.Context, rec record) error {
 	if err := c.insert(e); err != nil {
 		return err
 	}
-	done, _, err := c.begin(ctx, e, opCheck, func(ctx context.Context, _ *operation) error {
+	op, err := c.begin(ctx, e, opCheck, func(ctx context.Context, _ *operation) error {
 		err := c.recordNew(ctx, e)
 		switch {
 		case err == nil:
@@ -262,5 +262,5 @@ func (c *Core) adoptRecord(ctx context.Context, rec record) error {
 		c.uninsert(e)
 		return err
 	}
-	return <-done
+	return <-op.done
 }

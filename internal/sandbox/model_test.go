@@ -144,6 +144,9 @@ func (m *model) begin(op int, id string, i int) (finish func()) {
 		} else {
 			s.saved = s.saved.plus(s.memory)
 		}
+		if m.rnd.IntN(2) == 0 { // else what comes next comes right behind the answer
+			m.core.Rest(id)
+		}
 	case 5:
 		if _, err := m.core.Resume(ctx, id, sandbox.ResumeOptions{}); err != nil && !errors.Is(err, sandbox.ErrUnavailable) && !errors.Is(err, sandbox.ErrFailed) {
 			m.t.Logf("resume: %v", err)

@@ -64,9 +64,8 @@ func TestParkedOrNot(t *testing.T) {
 	if err != nil || first.LastResume.Tier != "local" {
 		t.Errorf("resumed without the parked machine: %+v, %v", first.LastResume, err)
 	}
-	second, err := h.core.Hibernate(t.Context(), s.ID, sandbox.HibernateOptions{NoPark: true})
-	if err != nil || second.Parked || len(h.w.Machines()) != 0 {
-		t.Errorf("hibernated without parking: %v, %v, machines %v", second.Parked, err, h.w.Machines())
+	if second := h.hibernate(s.ID, sandbox.HibernateOptions{NoPark: true}); second.Parked || len(h.w.Machines()) != 0 {
+		t.Errorf("hibernated without parking: %v, machines %v", second.Parked, h.w.Machines())
 	}
 	h.resume(s.ID)
 	h.hibernate(s.ID)
@@ -161,6 +160,7 @@ func TestSealedIsParkedAfterACrash(t *testing.T) {
 	h.ask(s.ID, "set one")
 	h.hook.set(at("park", false, func(context.Context) error { h.d.Kill(); return sandboxtest.ErrKilled }))
 	h.core.Hibernate(t.Context(), s.ID, sandbox.HibernateOptions{})
+	h.core.Rest(s.ID)
 	h.crash()
 	if got := h.get(s.ID); got.State != sandbox.StateStandby || !got.Parked {
 		t.Errorf("it is %s, parked: %v", got.State, got.Parked)

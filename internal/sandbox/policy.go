@@ -286,6 +286,10 @@ func (c *Core) checkPolicy(p *Policy) error {
 type Settings struct {
 	Policy Policy
 	Labels map[string]string
+
+	// RestartTimeout lets the policy's timeout count anew from now, even if it
+	// stays as it is.
+	RestartTimeout bool
 }
 
 // Update changes a sandbox's settings: mutate gets a copy of the present ones
@@ -309,13 +313,18 @@ func (c *Core) Update(ctx context.Context, id string, mutate func(*Settings) err
 		if err := checkText("labels", next.Labels); err != nil {
 			return err
 		}
-		if reflect.DeepEqual(old, next.Policy) && maps.Equal(e.rec.Labels, next.Labels) {
+		if reflect.DeepEqual(old, next.Policy) && maps.Equal(e.rec.Labels, next.Labels) && !next.RestartTimeout {
 			return nil
 		}
 		if err := checkExpiry(old, next.Policy); err != nil {
 			return err
 		}
-		if err := c.change(ctx, e, func(r *record) { r.Policy, r.Labels = next.Policy, next.Labels }); err != nil {
+		if err := c.change(ctx, e, func(r *record) {
+			if next.RestartTimeout || old.Timeout != next.Policy.Timeout {
+				r.TimeoutFrom = r.usedAt(time.Now()).Awake
+			}
+			r.Policy, r.Labels = next.Policy, next.Labels
+		}); err != nil {
 			return err
 		}
 		c.emit(e, Event{Type: EventUpdated})

@@ -1,6 +1,8 @@
 package sandbox
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -40,6 +42,7 @@ type record struct {
 	Env             map[string]string `json:"env,omitempty"`
 	Policy          Policy            `json:"policy"`
 	AccessToken     string            `json:"access_token"`
+	TrafficToken    string            `json:"traffic_token,omitempty"` // "" in one that an older daemon made, see trafficToken
 	CreatedAt       time.Time         `json:"created_at"`
 
 	State      State  `json:"state"`
@@ -54,12 +57,15 @@ type record struct {
 	Metadata *snapshot.Metadata `json:"metadata,omitempty"` // of Snapshot, without its control token
 	Fresh    bool               `json:"fresh,omitempty"`    // Snapshot is the template's base: a resume gives it an identity
 
-	WentBack      time.Time        `json:"went_back,omitzero"` // when it was last resumed by itself from its last snapshot
-	LastUsed      time.Time        `json:"last_used,omitzero"` // when it last came to standby or to running
+	Usage         Usage            `json:"usage,omitzero"`         // until Since
+	Since         time.Time        `json:"since,omitzero"`         // when it came to be awake, asleep or in between
+	CPUCounted    time.Duration    `json:"cpu_counted,omitempty"`  // of the processor time of the machine that the handle names, what Usage has
+	TimeoutFrom   time.Duration    `json:"timeout_from,omitempty"` // what Usage.Awake was when the policy's timeout began to count
+	Told          map[string]told  `json:"told,omitempty"`         // limit → what was told of it
+	WentBack      time.Time        `json:"went_back,omitzero"`     // when it was last resumed by itself from its last snapshot
+	LastUsed      time.Time        `json:"last_used,omitzero"`     // when it last came to standby or to running
 	LastHibernate *HibernateReport `json:"last_hibernate,omitempty"`
 	LastResume    *ResumeReport    `json:"last_resume,omitempty"`
-
-	Usage meter `json:"usage,omitzero"`
 }
 
 // decodeRecord reads a sandbox record and refuses one that it cannot know.
@@ -94,7 +100,7 @@ func (rec *record) commit(ref snapshot.Ref, meta snapshot.Metadata) {
 
 // bind notes the shim that is to run the record's snapshot.
 func (rec *record) bind(h shim.Handle) {
-	rec.Handle, rec.Bound, rec.Usage.CountedMS = &h, "", 0
+	rec.Handle, rec.Bound, rec.CPUCounted = &h, "", 0
 	if rec.Snapshot != nil {
 		rec.Bound = rec.Snapshot.ID
 	}
@@ -114,6 +120,17 @@ func (rec *record) roots(needed, announced map[snapshot.ID]struct{}) {
 	if rec.Pending != "" {
 		announced[rec.Pending] = struct{}{}
 	}
+}
+
+// trafficToken returns the token that opens the sandbox's private ports. One
+// that was made before there were such tokens has one that follows from its
+// other secret, so that it stays the same without being written.
+func (rec *record) trafficToken() string {
+	if rec.TrafficToken != "" {
+		return rec.TrafficToken
+	}
+	sum := sha256.Sum256([]byte("traffic token of sandbox " + rec.ID + " " + rec.AccessToken))
+	return hex.EncodeToString(sum[:13])
 }
 
 // snapshots returns all the snapshots that the record names.
@@ -137,12 +154,14 @@ type Sandbox struct {
 	Labels          map[string]string
 	Env             map[string]string
 	Policy          Policy
+	TrafficToken    string // opens its private ports: a secret
 	Snapshot        *Snapshot
 	LastHibernate   *HibernateReport
 	LastResume      *ResumeReport
 	Replication     *Replication // of Snapshot; nil without a remote store
+	Usage           Usage        // up to now
+	Next            *Due         // what its limits do to it next, nil: nothing
 	Parked          bool         // in standby, its paused VMM is kept
-	Usage           Usage
 }
 
 // Replication says where a sandbox's snapshot is kept.
@@ -167,7 +186,7 @@ type Snapshot struct {
 
 // HibernateReport says how a hibernation went. Phases maps a name to
 // milliseconds: those of the capture (freeze, pause, state, scan, write),
-// commit and release.
+// commit and, once that is done, park or release.
 type HibernateReport struct {
 	TotalMS  float64            `json:"total_ms"` // until the commit
 	PauseMS  float64            `json:"pause_ms"` // from the pause to the seal
@@ -191,6 +210,7 @@ type ResumeReport struct {
 	WorkingSetBytes int64              `json:"working_set_bytes,omitempty"` // of the set that the snapshot carries
 	BytesFetched    int64              `json:"bytes_fetched,omitempty"`     // from the remote store, until the report
 	Pooled          bool               `json:"pooled,omitempty"`            // the VMM was started beforehand
+	By              string             `json:"by,omitempty"`                // who woke it, see Core.Wake; "" for a creation
 	Warnings        []string           `json:"warnings,omitempty"`
 }
 
@@ -201,8 +221,10 @@ func (rec *record) view() Sandbox {
 		State: rec.State, CreatedAt: rec.CreatedAt,
 		MemoryMiB: rec.Shape.MemoryMiB, CPUs: rec.Shape.CPUs,
 		Labels: maps.Clone(rec.Labels), Env: maps.Clone(rec.Env),
-		Policy: rec.Policy,
+		Policy: rec.Policy, TrafficToken: rec.trafficToken(),
 	}
+	now := time.Now()
+	s.Usage, s.Next = rec.usedAt(now), rec.next(now)
 	if rec.State == StateFailed {
 		s.Reason = rec.Reason
 	}

@@ -160,7 +160,7 @@ func (c *Core) recoverSandbox(ctx context.Context, e *entry) error {
 func (c *Core) recoverState(ctx context.Context, e *entry) error {
 	switch e.rec.State {
 	case StateCreating, StateDeleting:
-		return c.remove(ctx, e)
+		return c.remove(ctx, e, "it was not created")
 	case StateStandby:
 		return c.recoverStandby(ctx, e)
 	case StateFailed:

@@ -29,6 +29,7 @@ func (h *host) stopAt(step string, after bool, op func() error) {
 func TestRecovery(t *testing.T) {
 	hibernate := func(h *host, id string) error {
 		_, err := h.core.Hibernate(h.t.Context(), id, sandbox.HibernateOptions{})
+		h.core.Rest(id)
 		return err
 	}
 	resume := func(h *host, id string) error {

@@ -19,6 +19,11 @@ func (c *Core) Delete(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
+	return c.delete(ctx, e, "")
+}
+
+// delete is Delete; reason says what deletes it, "" for a user.
+func (c *Core) delete(ctx context.Context, e *entry, reason string) error {
 	e.doom(+1)
 	defer e.doom(-1)
 	e.interrupt(errDelete)
@@ -29,7 +34,7 @@ func (c *Core) Delete(ctx context.Context, id string) error {
 				return err
 			}
 		}
-		return c.remove(ctx, e)
+		return c.remove(ctx, e, reason)
 	})
 }
 
@@ -42,9 +47,13 @@ func (e *entry) doom(n int) {
 
 // remove takes a sandbox from any state through deleting to gone. Each step
 // may find that it was done before.
-func (c *Core) remove(ctx context.Context, e *entry) error {
+func (c *Core) remove(ctx context.Context, e *entry, reason string) error {
 	if e.rev != 0 {
-		if err := c.change(ctx, e, func(r *record) { r.State = StateDeleting }); err != nil {
+		if err := c.change(ctx, e, func(r *record) {
+			if r.State != StateDeleting {
+				r.State, r.Reason = StateDeleting, reason
+			}
+		}); err != nil {
 			return err
 		}
 	}
@@ -102,7 +111,7 @@ func (c *Core) forget(e *entry) {
 	}
 	c.mu.Unlock()
 	c.emit(e, Event{Type: EventState, From: from, To: StateGone})
-	c.emit(e, Event{Type: EventDeleted})
+	c.emit(e, Event{Type: EventDeleted, Reason: e.rec.Reason})
 	c.pruneLater(e.rec.Template)
 	c.trash.wake()
 }

@@ -88,7 +88,7 @@ func (c *Core) templateReplica(name string, v templateVersion) (tier.Template, e
 func (rec *record) portable() record {
 	return record{
 		Version: rec.Version, ID: rec.ID, Name: rec.Name, Template: rec.Template, TemplateVersion: rec.TemplateVersion, Shape: rec.Shape,
-		Labels: rec.Labels, Env: rec.Env, Policy: rec.Policy, AccessToken: rec.AccessToken, CreatedAt: rec.CreatedAt,
+		Labels: rec.Labels, Env: rec.Env, Policy: rec.Policy, AccessToken: rec.AccessToken, TrafficToken: rec.TrafficToken, CreatedAt: rec.CreatedAt,
 		State: StateStandby, Snapshot: rec.Snapshot, Metadata: rec.Metadata,
 	}
 }

@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -33,9 +34,10 @@ const (
 	originParked               // the sandbox's own, paused since its hibernation
 )
 
-// ResumeOptions says what a resume shall do without, for measuring. The zero
-// value is the usual way.
+// ResumeOptions says who asks for a resume, and what it shall do without, for
+// measuring. The zero value is the usual way.
 type ResumeOptions struct {
+	By         string        // see Core.Wake; "" is ByAPI
 	NoParked   bool          // drop a parked VMM before
 	NoPool     bool          // start a fresh VMM
 	NoPrefetch bool          // leave all pages to faults
@@ -51,7 +53,11 @@ func (c *Core) Resume(ctx context.Context, id string, o ResumeOptions) (Sandbox,
 	if err != nil {
 		return Sandbox{}, err
 	}
+	o.By = cmp.Or(o.By, ByAPI)
 	err = c.run(ctx, e, opStart, func(ctx context.Context, _ *operation) error {
+		if err := c.drained(); err != nil && e.rec.State != StateRunning {
+			return err
+		}
 		if e.rec.State == StateFailed {
 			return c.resume(ctx, e, o)
 		}
@@ -87,7 +93,7 @@ func (c *Core) resume(ctx context.Context, e *entry, o ResumeOptions) error {
 		}
 		from = originFresh
 	}
-	if err := c.admit(e.id, "sandbox "+e.id, e.rec.Shape); err != nil {
+	if err := c.admit(ctx, e.id, "sandbox "+e.id, e.rec.Shape); err != nil {
 		return err
 	}
 	begun := time.Now()
@@ -99,6 +105,9 @@ func (c *Core) resume(ctx context.Context, e *entry, o ResumeOptions) error {
 	err := c.change(ctx, e, func(r *record) {
 		r.State = StateResuming
 		r.Generation = nextGeneration(r)
+		if t := r.Policy.Timeout; t.After > 0 && r.Usage.Awake-r.TimeoutFrom >= t.After {
+			r.TimeoutFrom = r.Usage.Awake // it is used up: whoever wakes it gets it anew
+		}
 		if from == originPool {
 			r.bind(e.vm.Handle())
 		}
@@ -108,6 +117,9 @@ func (c *Core) resume(ctx context.Context, e *entry, o ResumeOptions) error {
 			c.dropMachine(ctx, e)
 		}
 		return err
+	}
+	if o.By != "" && o.By != ByAPI {
+		c.emit(e, Event{Type: EventWoken, By: o.By})
 	}
 	points := startPoints{fpResumeRecorded, fpResumeLaunched, fpResumeHandle, fpResumePrepared, fpResumeRunning}
 	if err := c.start(ctx, e, startRequest{from, o, points, begun}); err != nil {
@@ -175,7 +187,7 @@ func (c *Core) start(ctx context.Context, e *entry, req startRequest) error {
 		return err
 	}
 	report.Phases["record"] = ms(begun.Sub(req.at))
-	report.TotalMS = since(req.at)
+	report.TotalMS, report.By = since(req.at), req.options.By
 	if e.rec.Reason != "" {
 		report.Warnings = append(report.Warnings, "it goes on from its last snapshot: "+e.rec.Reason)
 	}

@@ -31,8 +31,10 @@ import (
 	"net"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hibernacle/hibernacle/internal/shim"
@@ -112,6 +114,8 @@ type Core struct {
 	pool      *pool
 	shrinking sync.Mutex // held while parked machines are ended for room
 	compactor compactor
+	limits    limits
+	draining  atomic.Bool
 	storeTurn sync.Mutex    // held while snapshots are deleted
 	closing   chan struct{} // closed by Close
 	started   time.Time     // when the core began to look at its sandboxes
@@ -146,6 +150,7 @@ func New(ctx context.Context, cfg Config) (*Core, error) {
 	c.trash.kick = make(chan struct{}, 1)
 	c.pool = newPool(cfg.Pool, cfg.PoolDelay, c.log, c.startPooled, c.endPooled)
 	c.compactor.init()
+	c.limits.init()
 	err := c.checkHost(ctx)
 	if err == nil {
 		err = c.loadTemplates(ctx)
@@ -169,6 +174,7 @@ func New(ctx context.Context, cfg Config) (*Core, error) {
 	}
 	c.seedPool()
 	c.restDone.Go(c.compactAll)
+	c.restDone.Go(c.keepLimits)
 	return c, nil
 }
 
@@ -261,7 +267,10 @@ func (c *Core) Logs(_ context.Context, id string) (io.ReadCloser, error) {
 
 // Dial connects to a TCP port of the guest. A sandbox in standby is woken, a
 // hibernation that is not committed is cancelled, a failed one is not touched
-// (ErrFailed). The connection ends when the sandbox hibernates.
+// (ErrFailed). ErrRefused says that nothing answers there. The connection ends
+// when the sandbox hibernates. It has CloseWrite, and Asleep, which returns a
+// channel that is closed once the guest does not run any more: what was
+// connected then has at most some bytes left to read.
 func (c *Core) Dial(ctx context.Context, id string, port int) (net.Conn, error) {
 	if port < 1 || port > 65535 {
 		return nil, invalid("%d is no TCP port", port)
@@ -272,22 +281,24 @@ func (c *Core) Dial(ctx context.Context, id string, port int) (net.Conn, error) 
 	}
 	e.dial(+1)
 	defer e.dial(-1)
-	vm, err := c.awake(ctx, e)
+	by := "port " + strconv.Itoa(port)
+	vm, err := c.awake(ctx, e, by)
 	for err == nil {
+		slept := e.sleep()
 		conn, dialErr := vm.Dial(ctx, port)
 		// The machine may have gone to sleep or ended under the dial: only a
 		// connection to the one that is awake now is worth something.
 		var now VM
-		now, err = c.awake(ctx, e)
+		now, err = c.awake(ctx, e, by)
 		if err == nil && now == vm && dialErr != nil && !errors.Is(dialErr, shim.ErrRefused) {
 			c.look(ctx, e, vm)
-			now, err = c.awake(ctx, e)
+			now, err = c.awake(ctx, e, by)
 		}
-		if err == nil && now == vm {
+		if err == nil && now == vm && !isClosed(slept) {
 			if dialErr != nil {
-				return nil, unavailable(dialErr, "connect to port %d of sandbox %s", port, e.id)
+				return nil, dialFailed(dialErr, e.id, port)
 			}
-			return conn, nil
+			return guestConn{conn, slept}, nil
 		}
 		if conn != nil {
 			conn.Close()
@@ -297,14 +308,18 @@ func (c *Core) Dial(ctx context.Context, id string, port int) (net.Conn, error) 
 	return nil, err
 }
 
-// awake returns the machine of a sandbox that runs, and wakes it for that.
-func (c *Core) awake(ctx context.Context, e *entry) (VM, error) {
+// awake returns the machine of a sandbox that runs, and wakes it for that on
+// behalf of by.
+func (c *Core) awake(ctx context.Context, e *entry, by string) (VM, error) {
 	for {
 		if vm := e.ready(); vm != nil {
 			return vm, nil
 		}
+		if err := c.drained(); err != nil {
+			return nil, err
+		}
 		e.interrupt(errRequest)
-		if err := c.run(ctx, e, opStart, func(ctx context.Context, _ *operation) error { return c.wake(ctx, e, ResumeOptions{}) }); err != nil {
+		if err := c.run(ctx, e, opStart, func(ctx context.Context, _ *operation) error { return c.wake(ctx, e, ResumeOptions{By: by}) }); err != nil {
 			return nil, refusedWake(err)
 		}
 	}

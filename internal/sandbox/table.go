@@ -73,7 +73,7 @@ var Recovery = map[State]string{
 // Failpoints lists the named places at which a test may kill the daemon.
 var Failpoints = []string{
 	fpCreateRecorded, fpCreateLaunched, fpCreateHandle, fpCreatePrepared, fpCreateRunning,
-	fpHibernateRecorded, fpHibernateSealed, fpHibernateCommitted, fpHibernateReleased,
+	fpHibernateRecorded, fpHibernateSealed, fpHibernateCommitted, fpHibernateAnswered, fpHibernateReleased,
 	fpResumeRecorded, fpResumeLaunched, fpResumeHandle, fpResumePrepared, fpResumeRunning,
 	fpDeleteRecorded, fpDeleteReleased,
 	fpBaseRecorded, fpBaseBooted, fpBaseSealed,
@@ -94,6 +94,7 @@ const (
 	fpHibernateRecorded  = "sandbox.hibernate.recorded"
 	fpHibernateSealed    = "sandbox.hibernate.sealed"
 	fpHibernateCommitted = "sandbox.hibernate.committed"
+	fpHibernateAnswered  = "sandbox.hibernate.answered"
 	fpHibernateReleased  = "sandbox.hibernate.released"
 	fpResumeRecorded     = "sandbox.resume.recorded"
 	fpResumeLaunched     = "sandbox.resume.launched"

@@ -6,58 +6,51 @@ import (
 	"github.com/hibernacle/hibernacle/internal/snapshot"
 )
 
-// Usage is what an operator would bill a sandbox by, since its creation.
+// Usage sums up what a sandbox used since its creation, up to the last change
+// of its state: what an operator would bill it by.
 type Usage struct {
-	Awake       time.Duration // that a machine of it may have run
-	Standby     time.Duration
-	CPU         time.Duration // that its machines took, the VMM's own part included; of one that runs, as far as it was looked at
-	StoredBytes int64         // that its snapshots hold in packs that no template shares
+	Awake       time.Duration `json:"awake"`                  // with a machine that runs, from the moment it ran
+	Standby     time.Duration `json:"standby"`                // in standby, or failed with a snapshot that is kept
+	CPU         time.Duration `json:"cpu,omitempty"`          // that its machines took, the VMM's own part included; of one that runs, as far as it was looked at
+	StoredBytes int64         `json:"stored_bytes,omitempty"` // that its snapshots hold in packs that no template shares
 }
 
-// meter is what a record keeps of a sandbox's usage. The durations do not have
-// the present stretch: how long the sandbox has been in its state is added when
-// it leaves it. So a daemon that dies loses nothing of a sandbox that goes on,
-// and the present stretch of one that ends meanwhile.
-type meter struct {
-	AwakeMS   int64     `json:"awake_ms,omitempty"`
-	StandbyMS int64     `json:"standby_ms,omitempty"`
-	CPUMS     int64     `json:"cpu_ms,omitempty"`
-	Since     time.Time `json:"since,omitzero"` // when the present stretch began
+// awake reports whether a sandbox in such a state has a guest that runs. One
+// that is being hibernated counts until its snapshot is committed.
+func (s State) awake() bool { return s == StateRunning || s == StateHibernating }
 
-	CountedMS   int64 `json:"counted_ms,omitempty"`   // of the processor time of the machine that the handle names, what CPUMS has
-	StoredBytes int64 `json:"stored_bytes,omitempty"` // see Usage
+// asleep reports whether a sandbox in such a state is kept without a machine.
+func (s State) asleep() bool { return s == StateStandby || s == StateFailed }
+
+// usedAt returns the sums up to now. A clock that was set back adds nothing.
+func (rec *record) usedAt(now time.Time) Usage {
+	u := rec.Usage
+	stretch := max(0, now.Sub(rec.Since))
+	switch {
+	case rec.Since.IsZero():
+	case rec.State.awake():
+		u.Awake += stretch
+	case rec.State.asleep():
+		u.Standby += stretch
+	}
+	return u
 }
 
-// stretch returns which sum the time in a state counts to, nil for none.
-func (m *meter) stretch(s State) *int64 {
-	switch s {
-	case StateRunning, StateHibernating, StateResuming:
-		return &m.AwakeMS
-	case StateStandby:
-		return &m.StandbyMS
+// moved sums up the time in the state that rec had before, if next is another
+// kind of state.
+func (rec *record) moved(from record, now time.Time) {
+	if from.State.awake() == rec.State.awake() && from.State.asleep() == rec.State.asleep() && !from.Since.IsZero() {
+		return
 	}
-	return nil
-}
-
-// leave ends the stretch in the state from. A sandbox that has failed is known
-// to have been there only since seen, when this core looked first: its machine
-// may have ended while no daemon was there.
-func (m *meter) leave(from, to State, now, seen time.Time) {
-	begun := m.Since
-	if to == StateFailed && begun.Before(seen) {
-		begun = seen
-	}
-	if sum := m.stretch(from); sum != nil && !m.Since.IsZero() && now.After(begun) {
-		*sum += now.Sub(begun).Milliseconds()
-	}
-	m.Since = now
+	used := from.usedAt(now)
+	rec.Usage.Awake, rec.Usage.Standby, rec.Since = used.Awake, used.Standby, now
 }
 
 // useCPU counts the processor time that the present machine took so far.
-func (m *meter) useCPU(total time.Duration) {
-	if ms := total.Milliseconds(); ms > m.CountedMS {
-		m.CPUMS += ms - m.CountedMS
-		m.CountedMS = ms
+func (rec *record) useCPU(total time.Duration) {
+	if total > rec.CPUCounted {
+		rec.Usage.CPU += total - rec.CPUCounted
+		rec.CPUCounted = total
 	}
 }
 
@@ -67,6 +60,14 @@ type measured struct {
 	cpu    time.Duration // that the machine took which is attached
 	stored int64         // of the snapshot of, see Usage
 	of     snapshot.ID
+}
+
+// addTo puts what was measured into a record.
+func (m measured) addTo(rec *record) {
+	rec.useCPU(m.cpu)
+	if rec.Snapshot != nil && rec.Snapshot.ID == m.of {
+		rec.Usage.StoredBytes = m.stored
+	}
 }
 
 // usedCPU notes how much processor time the machine that is attached has taken
@@ -85,38 +86,17 @@ func (e *entry) stores(id snapshot.ID, bytes int64) {
 	e.measured.stored, e.measured.of = bytes, id
 }
 
-// meterUp brings the usage of next, which is to follow the entry's record, up
-// to date.
-func (c *Core) meterUp(e *entry, next *record) {
+// account brings the usage of next, which is to follow the entry's record, up
+// to date. A machine that is found to have ended may have done so while no daemon
+// was there: nobody knows when, so the time before this core began is nobody's.
+func (c *Core) account(e *entry, next *record) {
 	e.mu.Lock()
 	found := e.measured
 	e.mu.Unlock()
 	found.addTo(next)
-	now := time.Now().UTC()
-	switch {
-	case e.rev == 0:
-		next.Usage = meter{Since: now}
-	case e.rec.State != next.State:
-		next.Usage.leave(e.rec.State, next.State, now, c.started)
+	before := e.rec
+	if next.State == StateFailed && before.State.awake() && before.Since.Before(c.started) {
+		before.Since = c.started
 	}
-}
-
-// addTo puts what was measured into a record.
-func (m measured) addTo(rec *record) {
-	rec.Usage.useCPU(m.cpu)
-	if rec.Snapshot != nil && rec.Snapshot.ID == m.of {
-		rec.Usage.StoredBytes = m.stored
-	}
-}
-
-// usage returns the usage up to now. e.mu is held.
-func (e *entry) usage(now time.Time) Usage {
-	rec := e.rec
-	e.measured.addTo(&rec)
-	rec.Usage.leave(rec.State, rec.State, now, time.Time{})
-	u := rec.Usage
-	return Usage{
-		Awake: time.Duration(u.AwakeMS) * time.Millisecond, Standby: time.Duration(u.StandbyMS) * time.Millisecond,
-		CPU: time.Duration(u.CPUMS) * time.Millisecond, StoredBytes: u.StoredBytes,
-	}
+	next.moved(before, time.Now().UTC())
 }

@@ -46,6 +46,9 @@ func toSandbox(s sandbox.Sandbox) api.Sandbox {
 	if r := s.Replication; r != nil {
 		out.Replication = &api.Replication{State: r.State, Error: r.Error, SentBytes: r.SentBytes}
 	}
+	if n := s.Next; n != nil {
+		out.Next = &api.Next{Limit: n.Limit, Action: string(n.Action), At: n.At}
+	}
 	if p := s.Snapshot; p != nil {
 		out.Snapshot = &api.Snapshot{
 			ID: string(p.ID), Parent: string(p.Parent), CreatedAt: p.CreatedAt,

@@ -118,6 +118,7 @@ func TestAnswersAreAsDescribed(t *testing.T) {
 		{"POST", "/v1/sandboxes/{id}/evict", "", `{"local":true}`, 200},
 		{"GET", "/v1/sandboxes/{id}", "", "", 200},
 		{"POST", "/v1/sandboxes/{id}/resume", "", "", 200},
+		{"PATCH", "/v1/sandboxes/{id}", "", `{"policy":{"ttl":{"after":"30d"},"expires":{"at":"2040-01-01T00:00:00Z"},"timeout":{"after":"1h"},"checkpoints":{"every":"1h","keep":2},"hooks":[{"name":"a","event":"post-resume","command":["true"]}]},"labels":{"k":null}}`, 200},
 		{"GET", "/v1/sandboxes/{id}/logs", "", "", 200},
 		{"POST", "/v1/sandboxes/{id}/exec", "", `{"cmd":["true"]}`, 200},
 		{"POST", "/v1/sandboxes/{id}/exec", "", `{}`, 400},
@@ -132,6 +133,9 @@ func TestAnswersAreAsDescribed(t *testing.T) {
 		{"DELETE", "/v1/templates/{name}", "", "", 204},
 		{"GET", "/v1/templates/{name}", "", "", 404},
 		{"GET", "/v1/store/status", "", "", 200},
+		{"POST", "/v1/drain", "", "", 200},
+		{"POST", "/v1/drain", "", `{"undo":true}`, 200},
+		{"PATCH", "/v1/sandboxes/{id}", "", `{"policy":{}}`, 404},
 		{"POST", "/v1/store/verify", "", "", 200},
 		{"POST", "/v1/store/verify", "", `{"remote":true}`, 200},
 		{"POST", "/v1/store/verify", "", `{"remote":1}`, 400},
@@ -199,7 +203,7 @@ func TestRequestsAreAsDescribed(t *testing.T) {
 		"Sandbox": api.Sandbox{}, "Template": api.Template{}, "Progress": api.Progress{}, "Version": api.Version{}, "Error": api.Error{},
 		"StoreStatus": api.StoreStatus{}, "TierStatus": api.TierStatus{}, "StoreSandbox": api.StoreSandbox{}, "CollectRequest": api.CollectRequest{}, "VerifyRequest": api.VerifyRequest{},
 		"Collected": api.Collected{}, "CollectedTier": api.CollectedTier{}, "ImportRequest": api.ImportRequest{}, "Imported": api.Imported{},
-		"EvictRequest": api.EvictRequest{}, "Evicted": api.Evicted{}, "Host": api.Host{},
+		"EvictRequest": api.EvictRequest{}, "DrainRequest": api.DrainRequest{}, "Drained": api.Drained{}, "Next": api.Next{}, "Evicted": api.Evicted{}, "Host": api.Host{},
 	} {
 		described := map[string]bool{}
 		for field := range doc.Components.Schemas[name].Value.Properties {

@@ -34,6 +34,7 @@ func (s *Server) updateSandbox(w http.ResponseWriter, r *http.Request) {
 			}
 			now.Labels = labels
 		}
+		now.RestartTimeout = req.Policy != nil && req.Policy.Timeout != nil
 		return patchPolicy(&now.Policy, req.Policy)
 	})
 	if err != nil {

@@ -23,6 +23,7 @@ func (s *Server) routes() []route {
 		{"GET", healthPath, s.getHealth},
 		{"GET", "/v1/version", s.getVersion},
 		{"GET", "/v1/host", s.getHost},
+		{"POST", "/v1/drain", s.drain},
 		{"GET", "/v1/openapi.json", s.getOpenAPI},
 
 		{"POST", "/v1/sandboxes", s.createSandbox},

@@ -51,6 +51,9 @@ type Core interface {
 	StoreStatus(ctx context.Context) (sandbox.StoreStatus, error)
 	Collect(ctx context.Context, o sandbox.CollectOptions) (sandbox.Collected, error)
 	Import(ctx context.Context, takeOver bool, progress func(done, total int64)) (sandbox.Imported, error)
+	// Drain hibernates everything and lets nothing start until Undrain.
+	Drain(ctx context.Context, progress func(done, total int64)) (sandbox.Drained, error)
+	Undrain()
 	Host(ctx context.Context) (sandbox.Host, error)
 	StoreVerify(ctx context.Context, o sandbox.VerifyOptions, progress func(done, total int64)) (sandbox.Verify, error)
 }

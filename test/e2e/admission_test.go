@@ -27,7 +27,7 @@ func TestAdmission(t *testing.T) {
 		t.Fatalf("there are %d sandboxes", n)
 	}
 	d.Shell(first, "echo kept > note")
-	d.Hib("hibernate", first)
+	d.Hibernate(first)
 	if n := len(d.Parked()); n != 1 {
 		t.Fatalf("%d machines are parked", n)
 	}

@@ -22,8 +22,6 @@ func TestDamagedObjects(t *testing.T) {
 	d := hibtest.StartBare(t) // a parked machine reads nothing of what is damaged
 	witness := d.Create("--memory", "512")
 	d.Shell(witness, "echo well > note")
-	id := d.Create("--memory", "512")
-	srv := d.StartServer(id, 30, 8000)
 
 	damage := map[string]func(path string) error{
 		"missing":   os.Remove,
@@ -35,18 +33,22 @@ func TestDamagedObjects(t *testing.T) {
 	if err != nil || len(base) != 1 {
 		t.Fatalf("base image: %v, %v", base, err)
 	}
-	inStore := func(kind string) func() string {
-		return func() string { return filepath.Join(d.Data, "store", kind, d.Inspect(id).Snapshot.ID) }
+	inStore := func(kind string) func(id string) string {
+		return func(id string) string { return filepath.Join(d.Data, "store", kind, d.Inspect(id).Snapshot.ID) }
 	}
-	objects := map[string]func() string{
+	objects := map[string]func(id string) string{
 		"pack": inStore("packs"), "state": inStore("states"), "manifest": inStore("manifests"),
-		"base image": func() string { return base[0] },
+		"base image": func(string) string { return base[0] },
 	}
 	for object, find := range objects {
+		// Each has a sandbox of its own: one that hibernates often is compacted, and
+		// then resumes from other objects than those that were found.
+		id := d.Create("--memory", "512")
+		srv := d.StartServer(id, 30, 8000)
 		for kind, harm := range damage {
 			t.Run(object+" "+kind, func(t *testing.T) {
 				d.Hib("hibernate", id)
-				path := find()
+				path := find(id)
 				restore := setAside(t, path)
 				if err := harm(path); err != nil {
 					t.Fatal(err)
@@ -76,6 +78,7 @@ func TestDamagedObjects(t *testing.T) {
 				}
 			})
 		}
+		d.Hib("rm", id)
 	}
 }
 

@@ -81,7 +81,7 @@ func TestRequestsWake(t *testing.T) {
 		}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			d.Hib("hibernate", id)
+			d.Hibernate(id)
 			if left := d.Processes(); len(left) > 0 {
 				t.Errorf("standby holds processes: %v", left)
 			}

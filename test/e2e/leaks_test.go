@@ -20,8 +20,7 @@ func TestNothingIsLeftBehind(t *testing.T) {
 		d.Hib("hibernate", id)
 		d.Hib("resume", id)
 		d.Shell(id, "cat file")
-		d.Hib("hibernate", id)
-		if !d.Inspect(id).Parked {
+		if !d.Hibernate(id).Parked {
 			t.Error("it is not parked")
 		}
 		d.Hib("rm", id)

@@ -21,11 +21,10 @@ func TestParkedContinuity(t *testing.T) {
 	id := d.Create("--memory", "512")
 	srv := d.StartServer(id, 50, 8000)
 	first := srv.Get("/sum")
-	d.Hib("hibernate", id)
-	whole := d.Inspect(id).Snapshot.StoredBytes
+	sb := d.Hibernate(id)
+	whole := sb.Snapshot.StoredBytes
 	last, seen := first, map[string]bool{}
 	for cycle := 1; cycle <= 8; cycle++ {
-		sb := d.Inspect(id)
 		if sb.State != api.StateStandby || !sb.Parked || len(d.Parked()) != 1 {
 			t.Fatalf("cycle %d: it is %s, parked: %v", cycle, sb.State, sb.Parked)
 		}
@@ -48,8 +47,8 @@ func TestParkedContinuity(t *testing.T) {
 		}
 		seen[random], last = true, now
 		d.Shell(id, "echo line >> log")
-		d.Hib("hibernate", id)
-		if stored := d.Inspect(id).Snapshot.StoredBytes; stored > whole/4 {
+		sb = d.Hibernate(id)
+		if stored := sb.Snapshot.StoredBytes; stored > whole/4 {
 			t.Errorf("cycle %d: %d bytes were stored, %d for the first snapshot", cycle, stored, whole)
 		}
 	}
@@ -68,7 +67,7 @@ func TestParkedKilled(t *testing.T) {
 	d := hibtest.Start(t)
 	id := d.Create("--memory", "512")
 	d.Shell(id, "echo kept > note")
-	d.Hib("hibernate", id)
+	d.Hibernate(id)
 	parked := d.Parked()
 	if len(parked) != 1 {
 		t.Fatalf("%d machines are parked", len(parked))

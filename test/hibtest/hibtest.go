@@ -386,6 +386,32 @@ func (d *Daemon) WaitState(id string, want api.State) api.Sandbox {
 	return sb
 }
 
+// Hibernate hibernates the sandbox and returns it with its machine parked or
+// released, which comes behind the answer. Its snapshot is that of the answer: a compaction may
+// have replaced it by now.
+func (d *Daemon) Hibernate(id string) api.Sandbox {
+	d.t.Helper()
+	var sb api.Sandbox
+	d.JSON(&sb, "hibernate", id)
+	Eventually(d.t, fmt.Sprintf("the machine of sandbox %s is parked or released", id), func() bool {
+		now := d.Inspect(id)
+		sb.LastHibernate, sb.Parked = now.LastHibernate, now.Parked
+		return HasLeft(now)
+	})
+	return sb
+}
+
+// HasLeft reports whether the sandbox's last hibernation has ended: its machine is
+// parked or released.
+func HasLeft(sb api.Sandbox) bool {
+	if sb.LastHibernate == nil {
+		return false
+	}
+	_, released := sb.LastHibernate.Phases["release"]
+	_, parked := sb.LastHibernate.Phases["park"]
+	return released || parked
+}
+
 // WriteFile puts content into a file of the sandbox.
 func (d *Daemon) WriteFile(id, path string, content []byte) {
 	d.t.Helper()

@@ -1,0 +1,115 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net"
+	"slices"
+
+	"github.com/hibernacle/hibernacle/internal/shim"
+)
+
+// ByAPI is who wakes a sandbox by an explicit order to resume it.
+const ByAPI = "api"
+
+// Woken says what a call of Core.Wake found.
+type Woken struct {
+	ID      string        // of the sandbox, where a name was given
+	Resumed bool          // the call waited for a resume, its own or another's
+	Report  *ResumeReport // of that resume; nil if there was none
+}
+
+// String tells in the form of a header field how a sandbox was resumed:
+// "tier=local; ms=41". It is "" if it was not.
+func (w Woken) String() string {
+	if !w.Resumed || w.Report == nil {
+		return ""
+	}
+	return fmt.Sprintf("tier=%s; ms=%.0f", w.Report.Tier, w.Report.TotalMS)
+}
+
+// Wake makes sure that a sandbox runs and takes requests, and says whether it
+// had to wait for a resume. Calls at the same time share one resume. by names
+// who asks, such as "http 8000" or "exec"; the resume that it causes reports
+// it. A hibernation that is not committed is cancelled, a failed sandbox is not
+// touched (ErrFailed).
+func (c *Core) Wake(ctx context.Context, id, by string) (Woken, error) {
+	e, err := c.find(id)
+	if err != nil {
+		return Woken{}, err
+	}
+	woken := Woken{ID: e.id}
+	if e.ready() != nil {
+		return woken, nil
+	}
+	// Until it is awake no hibernation is committed behind the request's back.
+	e.dial(+1)
+	defer e.dial(-1)
+	before := e.start()
+	if _, err := c.awake(ctx, e, by); err != nil {
+		return woken, err
+	}
+	after := e.start()
+	if before.under || after.generation != before.generation {
+		woken.Resumed, woken.Report = true, after.report
+	}
+	return woken, nil
+}
+
+// lastStart is which start of a sandbox was the last one.
+type lastStart struct {
+	generation uint64
+	under      bool // it is not over yet
+	report     *ResumeReport
+}
+
+// start returns the last start of the entry.
+func (e *entry) start() lastStart {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	s := lastStart{generation: e.rec.Generation, under: e.rec.State == StateResuming || e.rec.State == StateCreating}
+	if r := e.rec.LastResume; r != nil {
+		report := *r
+		report.Phases, report.Warnings = maps.Clone(r.Phases), slices.Clone(r.Warnings)
+		s.report = &report
+	}
+	return s
+}
+
+// dialFailed is the error of a connection to a port of a guest that runs.
+func dialFailed(cause error, id string, port int) error {
+	if !errors.Is(cause, shim.ErrRefused) {
+		return unavailable(cause, "connect to port %d of sandbox %s", port, id)
+	}
+	return &Error{Kind: ErrRefused, Message: fmt.Sprintf("nothing answers at port %d of sandbox %s", port, id),
+		Hint: "start a server there that listens at 0.0.0.0; one that listens at 127.0.0.1 in the sandbox is not reached from outside"}
+}
+
+// guestConn is a connection into a guest.
+type guestConn struct {
+	net.Conn
+	slept <-chan struct{}
+}
+
+// Asleep returns what is closed once the guest does not run any more.
+func (c guestConn) Asleep() <-chan struct{} { return c.slept }
+
+// CloseWrite ends the sending direction, or the whole of a connection that
+// knows no half.
+func (c guestConn) CloseWrite() error {
+	if h, ok := c.Conn.(interface{ CloseWrite() error }); ok {
+		return h.CloseWrite()
+	}
+	return c.Conn.Close()
+}
+
+func isClosed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}
