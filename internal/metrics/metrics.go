@@ -27,10 +27,10 @@ var (
 	tiers        = []string{"parked", "local", "remote", "boot"}
 	triggers     = []string{"idle", "call", "session", "timeout", "drain"}
 	resumePhases = []string{"record", "vmm", "bind", "state", "unpause", "guest_init", "unpark", "hooks"}
-	// detection is how long idleness was there before it was noticed, freeze the
+	// detect is how long idleness was there before it was noticed, freeze the
 	// guest's hooks and processes, pause the vCPUs; state and scan serialise; write
 	// and commit store; park or release lets go of the machine.
-	hibernatePhases = []string{"detection", "freeze", "hooks", "pause", "state", "scan", "write", "commit", "park", "release"}
+	hibernatePhases = []string{"detect", "freeze", "hooks", "pause", "state", "scan", "write", "commit", "park", "release"}
 )
 
 // seconds are the buckets of all durations: from an un-pause to a cold boot.
