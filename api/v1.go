@@ -39,7 +39,9 @@ type Sandbox struct {
 	Replication   *Replication      `json:"replication"`    // of Snapshot to the remote store; null without one
 	Parked        bool              `json:"parked"`         // in standby, its paused VMM is kept as a cache
 	Policy        Policy            `json:"policy"`
-	Next          *Next             `json:"next"` // what its limits do to it next; null: nothing
+	Leases        []Lease           `json:"leases"`   // that keep it from hibernating by itself, the oldest first
+	Activity      *Activity         `json:"activity"` // while it runs and answers; null in a list
+	Next          *Next             `json:"next"`     // what its limits do to it next; null: nothing
 	Usage         Usage             `json:"usage"`
 }
 
@@ -67,6 +69,37 @@ type Replication struct {
 	// start, once it is replicated. Objects that it had already and those of the
 	// template do not count.
 	SentBytes int64 `json:"sent_bytes,omitempty"`
+}
+
+// Lease keeps a sandbox from hibernating by itself. It wakes nobody, and
+// hibernations that somebody asks for go ahead regardless.
+type Lease struct {
+	Kind  string     `json:"kind"`  // "exec", "upload", "download" or "hold"
+	Owner string     `json:"owner"` // who holds it and what for, for people
+	Since time.Time  `json:"since"`
+	Until *time.Time `json:"until"` // when it ends by itself; null: when it is released
+}
+
+// Activity says what keeps a running sandbox awake besides leases.
+type Activity struct {
+	Open       int         `json:"open"`                  // inbound connections that are not silent for too long
+	Awaiting   int         `json:"awaiting"`              // outbound connections that wait for a reply
+	IdleMS     float64     `json:"idle_ms"`               // since the last traffic
+	KeepAwake  []KeepAwake `json:"keep_awake"`            // processes that were started to keep it awake
+	AgentError string      `json:"agent_error,omitempty"` // why the guest did not say which these are; then none counts
+}
+
+// KeepAwake is a process that keeps its sandbox awake.
+type KeepAwake struct {
+	PID     uint32 `json:"pid"`
+	Command string `json:"command"` // cut short; the guest's word
+}
+
+// HoldRequest keeps a sandbox from hibernating by itself, also over restarts of
+// the daemon. It takes the place of an earlier hold.
+type HoldRequest struct {
+	For    Duration `json:"for"`              // 1 second to 30 days
+	Reason string   `json:"reason,omitempty"` // for people
 }
 
 // HibernateRequest is the optional body of a hibernation.
@@ -109,8 +142,10 @@ type Snapshot struct {
 
 // HibernateReport says how the last hibernation went. Phases maps a name to
 // milliseconds: freeze, pause, state, scan, write, commit, and behind the answer
-// park or release, of the VMM.
+// park or release, of the VMM. What came before it began is no part of the total:
+// detect, from when its reason could have been known.
 type HibernateReport struct {
+	Trigger  string             `json:"trigger"`  // "call", "idle", "session", "timeout" or "drain"; "" where the daemon that began it did not end it
 	TotalMS  float64            `json:"total_ms"` // until the commit
 	PauseMS  float64            `json:"pause_ms"`
 	Phases   map[string]float64 `json:"phases"`
@@ -166,6 +201,7 @@ type ExecRequest struct {
 	User      string            `json:"user,omitempty"`
 	Stdin     string            `json:"stdin,omitempty"`
 	TimeoutMS int64             `json:"timeout_ms,omitempty"` // 0: none
+	KeepAwake bool              `json:"keep_awake,omitempty"` // it keeps the sandbox awake for as long as it runs, also when nobody follows it
 }
 
 // ExecResponse is how the command ended. Output beyond 4 MiB a stream is cut.

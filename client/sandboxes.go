@@ -55,6 +55,18 @@ func (c *Client) Delete(ctx context.Context, id string) error {
 	return c.call(ctx, http.MethodDelete, c.endpoint("sandboxes", id), nil, nil)
 }
 
+// Hold keeps a sandbox from hibernating by itself for a while. It does not wake it.
+func (c *Client) Hold(ctx context.Context, id string, r api.HoldRequest) (s api.Sandbox, err error) {
+	err = c.call(ctx, http.MethodPost, c.endpoint("sandboxes", id, "hold"), r, &s)
+	return s, err
+}
+
+// ReleaseHold ends the hold on a sandbox. Idempotent.
+func (c *Client) ReleaseHold(ctx context.Context, id string) (s api.Sandbox, err error) {
+	err = c.call(ctx, http.MethodDelete, c.endpoint("sandboxes", id, "hold"), nil, &s)
+	return s, err
+}
+
 // Hibernate brings a sandbox to standby; when it returns, its snapshot is
 // durable. Its VMM is parked or released behind that, which Get tells
 // afterwards (Parked, and the phase park or release of LastHibernate). Idempotent.

@@ -40,6 +40,15 @@ func runInspect(ctx context.Context, a *app, id string) error {
 		[]string{"Memory", strconv.Itoa(sb.MemoryMiB) + " MiB"},
 		[]string{"CPUs", strconv.Itoa(sb.CPUs)},
 		[]string{"Labels", or(pairs(sb.Labels))})
+	if x := sb.Activity; x != nil {
+		rows = append(rows, []string{"Activity", activityLine(x)})
+		for _, p := range x.KeepAwake {
+			rows = append(rows, []string{"Kept awake by", fmt.Sprintf("process %d: %s", p.PID, printable(p.Command))})
+		}
+	}
+	for _, l := range sb.Leases {
+		rows = append(rows, []string{"Lease", leaseLine(l)})
+	}
 	if s := sb.Snapshot; s != nil {
 		rows = append(rows, []string{"Snapshot", fmt.Sprintf("%s, %s ago, %s stored of %s changed", s.ID, age(s.CreatedAt), size(s.StoredBytes), size(s.DirtyBytes))})
 	}

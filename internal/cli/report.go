@@ -10,7 +10,11 @@ import (
 
 // hibernateLine says in one line how a hibernation went.
 func hibernateLine(r *api.HibernateReport) string {
-	return fmt.Sprintf("%.0f ms, paused for %.0f ms (%s)", r.TotalMS, r.PauseMS, phases(r.Phases))
+	line := fmt.Sprintf("%.0f ms, paused for %.0f ms (%s)", r.TotalMS, r.PauseMS, phases(r.Phases))
+	if r.Trigger != "" && r.Trigger != "call" {
+		line += ", by " + r.Trigger
+	}
+	return line
 }
 
 // resumeLine says in one line how a resume went.

@@ -51,7 +51,11 @@ func (s *execSession) run(ctx context.Context, env map[string]string) error {
 		}
 		return s.follow(ctx, stream, func() *process.ProcessEvent { return stream.Msg().GetEvent() })
 	}
-	stream, err := s.procs.Start(ctx, connect.NewRequest(s.startRequest(env)))
+	req := connect.NewRequest(s.startRequest(env))
+	if s.o.keepAwake {
+		req.Header().Set(guestapi.KeepAwakeHeader, "1")
+	}
+	stream, err := s.procs.Start(ctx, req)
 	if err != nil {
 		return s.lost(ctx, err)
 	}

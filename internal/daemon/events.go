@@ -96,25 +96,16 @@ type eventData struct {
 
 // hibernatedData is the data of a hibernation.
 type hibernatedData struct {
-	Trigger string `json:"trigger"`
-	Bytes   int64  `json:"bytes"`
+	Bytes int64 `json:"bytes"`
 	*sandbox.HibernateReport
 }
-
-// triggerCall is the trigger of a hibernation that somebody asked for.
-const triggerCall = "call"
 
 // journalled returns an event of the core as it is kept and sent.
 func journalled(e sandbox.Event) (events.Event, error) {
 	var data any
-	switch e.Type {
-	case sandbox.EventHibernated:
-		trigger := e.By
-		if trigger == "" {
-			trigger = triggerCall
-		}
-		data = hibernatedData{trigger, e.Bytes, e.Hibernate}
-	default:
+	if e.Type == sandbox.EventHibernated {
+		data = hibernatedData{e.Bytes, e.Hibernate}
+	} else {
 		data = eventData{
 			From: e.From, To: e.To, Reason: e.Reason, By: e.By, Bytes: e.Bytes, Denied: e.Denied,
 			Checkpoint: e.Checkpoint, Forks: e.Forks, Due: e.Due, Action: e.Action, ResumeReport: e.Resume,

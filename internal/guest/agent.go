@@ -103,6 +103,7 @@ type filesystemService struct {
 func (a *Agent) Handler() http.Handler {
 	mux := http.NewServeMux()
 	a.control.register(mux)
+	mux.HandleFunc("POST "+guestapi.AwakePath, a.awakeCall())
 	mux.HandleFunc("GET "+guestapi.HealthPath, func(w http.ResponseWriter, _ *http.Request) {
 		w.WriteHeader(http.StatusNoContent)
 	})

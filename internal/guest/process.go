@@ -24,8 +24,10 @@ type process struct {
 	config *processpb.ProcessConfig
 	tag    *string
 	out    *journal
-	done   chan struct{}                    // closed when it has ended and out is closed
-	end    *processpb.ProcessEvent_EndEvent // set before done is closed
+
+	keepAwake bool                             // it holds the sandbox awake
+	done      chan struct{}                    // closed when it has ended and out is closed
+	end       *processpb.ProcessEvent_EndEvent // set before done is closed
 
 	os     *os.Process
 	master *os.File // its terminal's master side, nil without a terminal
@@ -55,6 +57,8 @@ type launch struct {
 	timeout time.Duration       // 0: none; then it is killed
 	cgroup  int                 // descriptor of the cgroup to start in, or -1
 	journal int                 // bytes of output to keep
+
+	keepAwake bool
 }
 
 // pipes are a process's files: theirs go to the process, ours stay.
@@ -95,7 +99,7 @@ func startProcess(s *spawner, l launch, ended func(*process)) (*process, *follow
 		return nil, nil, err
 	}
 	p := &process{
-		pid: uint32(child.Pid), config: l.config, tag: l.tag,
+		pid: uint32(child.Pid), config: l.config, tag: l.tag, keepAwake: l.keepAwake,
 		out: newJournal(l.journal), done: make(chan struct{}),
 		os: child, input: files.input, master: files.output[streamPTY],
 	}

@@ -68,7 +68,7 @@ func (s *processService) Start(ctx context.Context, req *connect.Request[process
 func (s *processService) prepare(ctx context.Context, req *connect.Request[processpb.StartRequest]) (launch, error) {
 	l := launch{
 		config: req.Msg.GetProcess(), tag: req.Msg.Tag, stdin: req.Msg.Stdin == nil || req.Msg.GetStdin(),
-		cgroup: s.cgroup, journal: s.journal,
+		cgroup: s.cgroup, journal: s.journal, keepAwake: req.Header().Get(guestapi.KeepAwakeHeader) == "1",
 	}
 	if req.Msg.GetPty() != nil {
 		l.pty = req.Msg.GetPty().GetSize()

@@ -84,6 +84,20 @@ func TestHostileAnswersAreBounded(t *testing.T) {
 	}
 }
 
+func TestHostileKeepAwakeIsBounded(t *testing.T) {
+	one := `{"pid":1,"command":"` + strings.Repeat(`\u001b`, 300) + `"}`
+	body := `{"processes":[` + strings.Repeat(one+",", guestapi.MaxKeepAwake) + one + `]}`
+	resp, err := clientOf(t, answer(200, body)).Awake(t.Context(), "t")
+	if err != nil || len(resp.Processes) != guestapi.MaxKeepAwake {
+		t.Fatalf("%d processes, %v", len(resp.Processes), err)
+	}
+	for _, p := range resp.Processes {
+		if len(p.Command) > guestapi.MaxCommand || !strings.HasPrefix(p.Command, "???") {
+			t.Errorf("command %q", p.Command)
+		}
+	}
+}
+
 func TestRefusalsAreKnown(t *testing.T) {
 	for status, want := range map[int]error{401: guestapi.ErrUnauthorized, 409: guestapi.ErrRefused} {
 		if err := clientOf(t, answer(status, "{}")).Thaw(t.Context(), "t", guestapi.ThawRequest{}); !errors.Is(err, want) {

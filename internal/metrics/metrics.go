@@ -25,7 +25,7 @@ const other = "other"
 // The values that labels may have.
 var (
 	tiers        = []string{"parked", "local", "remote", "boot"}
-	triggers     = []string{"idle", "call", "session", "timeout", "drain"}
+	triggers     = []sandbox.Trigger{sandbox.TriggerCall, sandbox.TriggerIdle, sandbox.TriggerSession, sandbox.TriggerTimeout, sandbox.TriggerDrain}
 	resumePhases = []string{"record", "vmm", "bind", "state", "unpause", "guest_init", "unpark", "hooks"}
 	// detect is how long idleness was there before it was noticed, freeze the
 	// guest's hooks and processes, pause the vCPUs; state and scan serialise; write
@@ -103,7 +103,7 @@ func (m *Metrics) Handler() http.Handler {
 
 // Event counts an event of the core. It does not block.
 func (m *Metrics) Event(e sandbox.Event) {
-	m.events.WithLabelValues(oneOf(string(e.Type), sandbox.EventTypes)).Inc()
+	m.events.WithLabelValues(oneOf(e.Type, sandbox.EventTypes)).Inc()
 	switch e.Type {
 	case sandbox.EventCreated:
 		if r := e.Resume; r != nil {
@@ -144,7 +144,7 @@ func (m *Metrics) hibernated(e sandbox.Event) {
 	if r == nil {
 		return
 	}
-	m.hibernate.WithLabelValues(oneOf(e.By, triggers)).Observe(inSeconds(r.TotalMS))
+	m.hibernate.WithLabelValues(oneOf(r.Trigger, triggers)).Observe(inSeconds(r.TotalMS))
 	for phase, ms := range r.Phases {
 		m.hibernatePhase.WithLabelValues(oneOf(phase, hibernatePhases)).Observe(inSeconds(ms))
 	}
@@ -178,9 +178,9 @@ func codeClass(status int) string {
 }
 
 // oneOf returns s if it is a known value, else other.
-func oneOf[S ~string](s string, known []S) string {
-	if slices.Contains(known, S(s)) {
-		return s
+func oneOf[S ~string](s S, known []S) string {
+	if slices.Contains(known, s) {
+		return string(s)
 	}
 	return other
 }

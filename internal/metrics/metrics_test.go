@@ -45,7 +45,7 @@ func feed(m *Metrics) {
 	m.Event(sandbox.Event{Type: sandbox.EventCreated, Sandbox: "secretid1", Resume: &sandbox.ResumeReport{Tier: "local", TotalMS: 600}})
 	m.Event(sandbox.Event{Type: sandbox.EventResumed, Resume: &sandbox.ResumeReport{Tier: "remote", TotalMS: 40, BytesFetched: 100, Phases: map[string]float64{"vmm": 10, "odd": 1}}})
 	m.Event(sandbox.Event{Type: sandbox.EventResumed, Resume: &sandbox.ResumeReport{Tier: "odd", TotalMS: 40}})
-	m.Event(sandbox.Event{Type: sandbox.EventHibernated, By: "idle", Bytes: 1000, Hibernate: &sandbox.HibernateReport{TotalMS: 114, Phases: map[string]float64{"freeze": 10, "write": 30}}})
+	m.Event(sandbox.Event{Type: sandbox.EventHibernated, Bytes: 1000, Hibernate: &sandbox.HibernateReport{Trigger: sandbox.TriggerIdle, TotalMS: 114, Phases: map[string]float64{"freeze": 10, "write": 30}}})
 	m.Event(sandbox.Event{Type: sandbox.EventHibernated, Hibernate: &sandbox.HibernateReport{TotalMS: 100}})
 	m.Event(sandbox.Event{Type: sandbox.EventDenied, Denied: &sandbox.Denied{Count: 5}})
 	m.Event(sandbox.Event{Type: sandbox.EventHook, Reason: "exit code 1"})

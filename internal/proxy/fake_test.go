@@ -45,6 +45,8 @@ type guestCore struct {
 	resumed time.Time
 	slept   chan struct{}
 	conns   map[*guestConn]struct{}
+
+	sessions int // that are open
 }
 
 func newCore() *guestCore {
@@ -61,6 +63,19 @@ func (c *guestCore) Get(_ context.Context, id string) (sandbox.Sandbox, error) {
 }
 
 func (c *guestCore) AgentToken(context.Context, string) (string, error) { return agent, nil }
+
+func (c *guestCore) Session(id, kind string) (end func(), err error) {
+	c.session(+1)
+	return func() { c.session(-1) }, nil
+}
+
+// session counts the sessions that are open, and returns how many there are.
+func (c *guestCore) session(n int) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.sessions += n
+	return c.sessions
+}
 
 func (c *guestCore) Wake(ctx context.Context, id, by string) (sandbox.Woken, error) {
 	woken := sandbox.Woken{ID: boxID}

@@ -102,6 +102,13 @@ func (p *Proxy) forward(w *answerWriter, r *http.Request, t target, id string, c
 	if r.Header.Get("Upgrade") != "" && !p.stream(ctx, cancel) {
 		return errStopping
 	}
+	if strings.EqualFold(r.Header.Get("Upgrade"), "websocket") { // somebody looks at a preview
+		end, err := p.core.Session(id, sandbox.SessionPreview)
+		if err != nil {
+			return err
+		}
+		defer end()
+	}
 	defer whenAsleep(ctx, conn, func() { cancel(errAsleep); w.cut() })()
 	transport, done := p.transport(r)
 	defer done()

@@ -42,6 +42,7 @@ type Core interface {
 	Get(ctx context.Context, id string) (sandbox.Sandbox, error)
 	Wake(ctx context.Context, id, by string) (sandbox.Woken, error)
 	Dial(ctx context.Context, id string, port int) (net.Conn, error)
+	Session(id, kind string) (end func(), err error)
 	AgentToken(ctx context.Context, id string) (string, error)
 }
 

@@ -539,6 +539,9 @@ func TestWebSocket(t *testing.T) {
 			t.Errorf("Hib-Resume %q", h)
 		}
 		echo(c, "hello")
+		if n := f.core.session(0); n != 1 {
+			t.Errorf("%d sessions while it is open", n)
+		}
 		if round == 0 {
 			c.Write(t.Context(), websocket.MessageText, []byte("bye"))
 		} else {
@@ -551,6 +554,7 @@ func TestWebSocket(t *testing.T) {
 		c.CloseNow()
 	}
 	eventually(t, "no connection is left", func() bool { return f.core.open() == 0 })
+	eventually(t, "no session is left", func() bool { return f.core.session(0) == 0 })
 	c, _, err := f.dialWS(8000, auth)
 	if err != nil {
 		t.Fatal(err)

@@ -81,7 +81,7 @@ func (c *Core) Drain(ctx context.Context, progress func(done, total int64)) (Dra
 
 func (c *Core) drain(ctx context.Context, e *entry) (err error) {
 	for range drainTries {
-		if _, err = c.Hibernate(ctx, e.id, HibernateOptions{}); err == nil || !errors.Is(err, ErrConflict) {
+		if _, err = c.Hibernate(ctx, e.id, HibernateOptions{Trigger: TriggerDrain}); err == nil || !errors.Is(err, ErrConflict) {
 			return err
 		}
 	}

@@ -16,7 +16,7 @@ type entry struct {
 	turn chan struct{} // holds a token while an operation has its turn
 
 	// What mu guards is written only by the operation whose turn it is, but for
-	// op.late, doomed and dials.
+	// op.late, doomed, dials, leases, sessions and idle.
 	mu        sync.Mutex
 	rec       record
 	rev       uint64 // of rec in the catalog, 0: not there yet
@@ -28,8 +28,11 @@ type entry struct {
 	dials     int           // requests that want to connect: while there is one, no hibernation is committed
 	slept     chan struct{} // closed when the guest of now no longer runs; nil: nobody asked
 	measured  measured      // what the next change adds to the record's usage
-	unsettled bool          // rec may not be what the catalog has, or its state has no operation that goes on with it
-	retrying  bool          // somebody tries to settle it
+	leases    map[*Lease]struct{}
+	sessions  int
+	idle      idleWatch
+	unsettled bool // rec may not be what the catalog has, or its state has no operation that goes on with it
+	retrying  bool // somebody tries to settle it
 	gone      bool
 }
 
@@ -50,6 +53,8 @@ type operation struct {
 	late   bool          // behind the point up to which it may be cancelled
 	done   chan error    // what its caller is told
 	ended  chan struct{} // closed once the turn is given back
+
+	spontaneous bool // a hibernation that nobody asked for: a lease cancels it
 }
 
 // answer tells the caller how the operation went. One that goes on without
@@ -72,6 +77,8 @@ func (e *entry) view() Sandbox {
 	e.measured.addTo(&rec)
 	s := rec.view()
 	s.Parked = e.parked != nil
+	s.Leases = e.heldNow(time.Now())
+	s.Leases = s.Leases[:min(len(s.Leases), maxLeasesSeen)]
 	return s
 }
 
@@ -259,6 +266,7 @@ func (c *Core) finish(e *entry, op *operation) {
 		c.restDone.Add(1)
 	}
 	e.mu.Unlock()
+	c.watchIdle(e)
 	<-e.turn
 	close(op.ended)
 	if retry {

@@ -60,6 +60,7 @@ func Hint(err error) string {
 var (
 	errRequest = errors.New("cancelled by a request")
 	errDelete  = errors.New("cancelled by its deletion")
+	errHeld    = errors.New("cancelled by a hold")
 	errClosing = errors.New("the daemon is stopping")
 
 	errSuperseded = errors.New("the sandbox has another snapshot by now") // cancels a compaction
@@ -101,7 +102,7 @@ func stepError(cause error, format string, args ...any) error {
 	switch {
 	case errors.Is(cause, syscall.ENOSPC), shimCode(cause) == shim.CodeNoSpace:
 		e.Kind, e.Hint = ErrNoSpace, "free space on the disk of the data folder, or delete sandboxes"
-	case errors.Is(cause, errRequest), errors.Is(cause, errDelete):
+	case errors.Is(cause, errRequest), errors.Is(cause, errHeld), errors.Is(cause, errDelete):
 		e.Kind, e.Hint = ErrConflict, ""
 	case errors.Is(cause, errClosing):
 		e.Hint = "try again when the daemon is back"

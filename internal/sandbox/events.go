@@ -26,7 +26,7 @@ const (
 	EventResumed      EventType = "resumed"      // Resume
 	EventWoken        EventType = "woken"        // a request found it asleep: By
 	EventIdle         EventType = "idle"         // nothing uses it any more: a hibernation begins
-	EventHibernated   EventType = "hibernated"   // its machine is parked or released: Hibernate, Bytes stored, By: what triggered it, "" where somebody asked for it
+	EventHibernated   EventType = "hibernated"   // its machine is parked or released: Hibernate, Bytes stored
 	EventCancelled    EventType = "cancelled"    // a hibernation did not happen: Reason
 	EventHook         EventType = "hook"         // a hook ran
 	EventDenied       EventType = "denied"       // its egress policy stopped it: Denied

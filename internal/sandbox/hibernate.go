@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"time"
@@ -14,9 +15,30 @@ import (
 // for the answer to a capture.
 const captureGrace = 10 * time.Second
 
+// Trigger says why a sandbox hibernated.
+type Trigger string
+
+// The triggers.
+const (
+	TriggerCall    Trigger = "call"    // somebody asked for it
+	TriggerIdle    Trigger = "idle"    // nothing used it any more
+	TriggerSession Trigger = "session" // its last interactive session ended
+	TriggerTimeout Trigger = "timeout" // its running time is used up
+	TriggerDrain   Trigger = "drain"   // everything hibernates
+)
+
+// spontaneous reports whether what nobody asked for gives way to leases.
+func (t Trigger) spontaneous() bool { return t == TriggerIdle || t == TriggerSession }
+
 // HibernateOptions says how to hibernate. The zero value is the usual way.
 type HibernateOptions struct {
-	NoPark bool // do not keep the paused VMM
+	NoPark  bool    // do not keep the paused VMM
+	Trigger Trigger // "": TriggerCall
+
+	// confirm is asked, at the sandbox's turn, whether it is to hibernate still, and
+	// since when that could have been known. nil: yes, since just now.
+	confirm  func(context.Context) (known time.Time, ok bool)
+	repeated bool // it failed before, and nobody wants to hear that again
 }
 
 // Hibernate takes a running sandbox to standby; one that is there already is
@@ -24,35 +46,77 @@ type HibernateOptions struct {
 // sandbox is in standby by its record. Its machine is parked or released behind that: what
 // comes next to the sandbox waits for it, and the report tells of it afterwards.
 // ErrConflict says that a request came in between and the sandbox runs on.
+// Leases do not keep it from that: the report's warnings name them.
 func (c *Core) Hibernate(ctx context.Context, id string, o HibernateOptions) (Sandbox, error) {
 	e, err := c.find(id)
 	if err != nil {
 		return Sandbox{}, err
 	}
-	err = c.run(ctx, e, opHibernate, func(ctx context.Context, op *operation) error {
-		switch e.rec.State {
-		case StateStandby:
+	err = c.hibernateEntry(ctx, e, o)
+	return c.view(e), err
+}
+
+func (c *Core) hibernateEntry(ctx context.Context, e *entry, o HibernateOptions) error {
+	o.Trigger = cmp.Or(o.Trigger, TriggerCall)
+	return c.run(ctx, e, opHibernate, func(ctx context.Context, op *operation) error {
+		e.mu.Lock()
+		op.spontaneous = o.Trigger.spontaneous()
+		e.mu.Unlock()
+		switch {
+		case e.rec.State == StateStandby:
 			return nil
-		case StateRunning:
-		case StateFailed:
+		case e.rec.State == StateRunning:
+		case o.Trigger.spontaneous():
+			return nil
+		case e.rec.State == StateFailed:
 			return failedError(&e.rec)
 		default:
 			return conflict("", "sandbox %s is %s", e.id, e.rec.State)
 		}
-		begun := time.Now()
-		err := c.hibernate(ctx, e, op, o, begun)
+		begin := beginning{trigger: o.Trigger, at: time.Now()}
+		if o.confirm != nil {
+			known, ok := o.confirm(ctx)
+			if !ok {
+				return nil
+			}
+			begin.at, begin.known = time.Now(), known
+		}
+		e.mu.Lock()
+		begin.held = e.heldNow(begin.at)
+		e.mu.Unlock()
+		if o.Trigger == TriggerIdle && !o.repeated {
+			c.emit(e, Event{Type: EventIdle})
+		}
+		err := c.hibernate(ctx, e, op, o, begin)
 		if err == nil {
 			c.emit(e, Event{Type: EventHibernated, Hibernate: e.rec.LastHibernate, Bytes: e.rec.Metadata.StoredBytes})
-		} else {
+		} else if !o.repeated {
 			c.emit(e, Event{Type: EventCancelled, Reason: err.Error()})
 		}
 		return err
 	})
-	return c.view(e), err
+}
+
+// beginning is what is known when a hibernation begins.
+type beginning struct {
+	trigger Trigger // "" for one that somebody else began
+	at      time.Time
+	known   time.Time // since when its reason could have been known; zero: just then
+	held    []Lease   // that it goes ahead regardless of
+}
+
+// report makes a report of what began so and was sealed.
+func (b beginning) report(sealed shim.CaptureReport) HibernateReport {
+	r := HibernateReport{Trigger: b.trigger, PauseMS: sealed.PauseMS, Phases: sealed.Phases, WorkingSet: sealed.WorkingSet,
+		Warnings: append(leaseWarnings(b.held), sealed.Warnings...)}
+	if !b.known.IsZero() {
+		r = r.with("detect", ms(max(0, b.at.Sub(b.known))))
+	}
+	return r
 }
 
 // hibernate takes and commits a snapshot of a running sandbox, or leaves it running.
-func (c *Core) hibernate(ctx context.Context, e *entry, op *operation, o HibernateOptions, begun time.Time) error {
+func (c *Core) hibernate(ctx context.Context, e *entry, op *operation, o HibernateOptions, begun beginning) error {
 	if e.wanted() {
 		return stepError(errRequest, "sandbox %s did not hibernate and runs on", e.id)
 	}
@@ -124,11 +188,11 @@ func (c *Core) capture(ctx context.Context, e *entry) (shim.CaptureReport, error
 // commit passes the commit point of a hibernation whose snapshot is sealed, and
 // returns the snapshot that the sandbox had before, nil if none. Only a change that
 // failed is an error. The machine is to leave then.
-func (c *Core) commit(ctx context.Context, e *entry, sealed shim.CaptureReport, begun time.Time) (parent *snapshot.Ref, err error) {
+func (c *Core) commit(ctx context.Context, e *entry, sealed shim.CaptureReport, begun beginning) (parent *snapshot.Ref, err error) {
 	parent = e.rec.Snapshot
-	report := HibernateReport{PauseMS: sealed.PauseMS, Phases: sealed.Phases, Warnings: sealed.Warnings, WorkingSet: sealed.WorkingSet}
+	report := begun.report(sealed)
 	committing := time.Now()
-	e.usedCPU(sealed.CPU)
+	e.usedCPU(e.vm, sealed.CPU)
 	err = c.change(ctx, e, func(r *record) {
 		r.State = StateStandby
 		r.Usage.StoredBytes += sealed.Metadata.StoredBytes // until it is measured
@@ -140,7 +204,7 @@ func (c *Core) commit(ctx context.Context, e *entry, sealed shim.CaptureReport, 
 	}
 	// What the commit took is known behind it. The next change records it.
 	done := report.with("commit", since(committing))
-	done.TotalMS = since(begun)
+	done.TotalMS = since(begun.at)
 	e.mu.Lock()
 	e.rec.LastHibernate = &done
 	e.mu.Unlock()
@@ -188,7 +252,7 @@ func (c *Core) hit(ctx context.Context, e *entry, name string) {
 // commitLate commits a snapshot that was found to be sealed after all, and has
 // what is left of its machine leave.
 func (c *Core) commitLate(ctx context.Context, e *entry, sealed shim.CaptureReport) error {
-	parent, err := c.commit(ctx, e, lateReport(sealed), time.Now())
+	parent, err := c.commit(ctx, e, lateReport(sealed), beginning{at: time.Now()})
 	if err == nil {
 		c.leave(ctx, e, HibernateOptions{}, parent)
 	}

@@ -245,6 +245,6 @@ func (c *Core) takeStep(ctx context.Context, e *entry) error {
 	if do.due.Action == ActionDelete {
 		return c.delete(ctx, e, do.due.Limit)
 	}
-	_, err = c.Hibernate(ctx, e.id, HibernateOptions{})
+	_, err = c.Hibernate(ctx, e.id, HibernateOptions{Trigger: TriggerTimeout})
 	return err
 }

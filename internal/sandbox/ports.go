@@ -63,6 +63,10 @@ type VM interface {
 	Capture(ctx context.Context, req shim.CaptureRequest) (shim.CaptureReport, error)
 	Thaw(ctx context.Context, req shim.ThawRequest) error
 
+	// Activity tells how busy a running guest is; the error wraps shim.ErrUnknown
+	// if the shim is too old for that.
+	Activity(ctx context.Context, req shim.ActivityRequest) (shim.Activity, error)
+
 	// Park keeps a sealed machine paused. Idempotent. Unpark lets it go on; after
 	// an error it can only be ended.
 	Park(ctx context.Context, req shim.ParkRequest) (shim.ParkReport, error)

@@ -64,6 +64,7 @@ type record struct {
 	Told          map[string]told  `json:"told,omitempty"`         // limit → what was told of it
 	WentBack      time.Time        `json:"went_back,omitzero"`     // when it was last resumed by itself from its last snapshot
 	LastUsed      time.Time        `json:"last_used,omitzero"`     // when it last came to standby or to running
+	Hold          *Lease           `json:"hold,omitempty"`         // explicit, until its time
 	LastHibernate *HibernateReport `json:"last_hibernate,omitempty"`
 	LastResume    *ResumeReport    `json:"last_resume,omitempty"`
 }
@@ -162,6 +163,8 @@ type Sandbox struct {
 	Usage           Usage        // up to now
 	Next            *Due         // what its limits do to it next, nil: nothing
 	Parked          bool         // in standby, its paused VMM is kept
+	Leases          []Lease      // that keep it from hibernating by itself, the oldest first
+	Activity        *Activity    // of Inspect, while it runs
 }
 
 // Replication says where a sandbox's snapshot is kept.
@@ -186,10 +189,12 @@ type Snapshot struct {
 
 // HibernateReport says how a hibernation went. Phases maps a name to
 // milliseconds: those of the capture (freeze, pause, state, scan, write),
-// commit and, once that is done, park or release.
+// commit and, once that is done, park or release. What came before it began is
+// no part of its total: detect, from when its reason could have been known.
 type HibernateReport struct {
-	TotalMS  float64            `json:"total_ms"` // until the commit
-	PauseMS  float64            `json:"pause_ms"` // from the pause to the seal
+	Trigger  Trigger            `json:"trigger,omitempty"` // "" where the daemon that began it did not end it
+	TotalMS  float64            `json:"total_ms"`          // until the commit
+	PauseMS  float64            `json:"pause_ms"`          // from the pause to the seal
 	Phases   map[string]float64 `json:"phases"`
 	Warnings []string           `json:"warnings,omitempty"`
 

@@ -66,6 +66,9 @@ type Config struct {
 	Pressure     func(ctx context.Context, notify func()) error // calls notify whenever the host is short of memory, until ctx ends; nil: not watched
 	LowMemory    func() bool                                    // asked before a machine is parked; nil: there is enough
 
+	NoIdle   bool          // sandboxes hibernate by order alone: for tests
+	AwaitCap time.Duration // how long an outbound connection that awaits a reply keeps its sandbox awake, default 5 min
+
 	Log *slog.Logger // nil: silent
 
 	CaptureTimeout time.Duration // until a hibernation is sealed, default 1 min; base snapshots get five times as much
@@ -75,7 +78,7 @@ type Config struct {
 	RelapseTime    time.Duration // a guest that loses its memory again within it after going back to its last snapshot fails, default 10 min
 	PoolDelay      time.Duration // from the last start to a refill of the pool, default 500 ms
 	CollectDelay   time.Duration // from a deletion to the collection of what it left, default 30 s
-	Parallel       int           // recoveries at a time when the core starts, default 16
+	Parallel       int           // recoveries at a time when the core starts, and hibernations of idle sandboxes, default 16
 }
 
 func (c *Config) setDefaults() {
@@ -86,7 +89,7 @@ func (c *Config) setDefaults() {
 		c.Console = func(string) string { return "" }
 	}
 	for d, v := range map[*time.Duration]time.Duration{
-		&c.CaptureTimeout: time.Minute, &c.StartTimeout: 3 * time.Minute, &c.StepTimeout: 30 * time.Second,
+		&c.AwaitCap: 5 * time.Minute, &c.CaptureTimeout: time.Minute, &c.StartTimeout: 3 * time.Minute, &c.StepTimeout: 30 * time.Second,
 		&c.RetryDelay: 2 * time.Second, &c.RelapseTime: 10 * time.Minute, &c.PoolDelay: 500 * time.Millisecond, &c.CollectDelay: 30 * time.Second,
 	} {
 		if *d == 0 {
@@ -114,6 +117,7 @@ type Core struct {
 	pool      *pool
 	shrinking sync.Mutex // held while parked machines are ended for room
 	compactor compactor
+	idleTurns chan struct{} // holds a token for each hibernation of an idle sandbox
 	limits    limits
 	draining  atomic.Bool
 	storeTurn sync.Mutex    // held while snapshots are deleted
@@ -148,6 +152,7 @@ func New(ctx context.Context, cfg Config) (*Core, error) {
 	c.mint.init()
 	c.admission.claims = map[string]int64{}
 	c.trash.kick = make(chan struct{}, 1)
+	c.idleTurns = make(chan struct{}, cfg.Parallel)
 	c.pool = newPool(cfg.Pool, cfg.PoolDelay, c.log, c.startPooled, c.endPooled)
 	c.compactor.init()
 	c.limits.init()
@@ -208,6 +213,9 @@ func (c *Core) Close() {
 	c.pool.close()
 	for _, e := range c.all() {
 		e.detach()
+		e.mu.Lock()
+		e.stopIdle()
+		e.mu.Unlock()
 	}
 	c.restDone.Wait()
 }

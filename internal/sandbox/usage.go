@@ -70,12 +70,14 @@ func (m measured) addTo(rec *record) {
 	}
 }
 
-// usedCPU notes how much processor time the machine that is attached has taken
-// since it was started.
-func (e *entry) usedCPU(total time.Duration) {
+// usedCPU notes how much processor time vm has taken since it was started, if it
+// still is the machine that is attached.
+func (e *entry) usedCPU(vm VM, total time.Duration) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.measured.cpu = max(e.measured.cpu, total)
+	if e.vm == vm {
+		e.measured.cpu = max(e.measured.cpu, total)
+	}
 }
 
 // stores notes what a snapshot of the sandbox holds in packs that no template

@@ -68,21 +68,22 @@ func (g guest) url(p string) *url.URL {
 // completeCall reads the request of a procedure call to its end. A stream's
 // answer may begin before the last bytes of its request came, and HTTP/1.1 then
 // takes these away from the proxy, whose connection to the guest breaks. Only
-// the one procedure that takes a stream is left to flow, as files are.
-func completeCall(w http.ResponseWriter, r *http.Request, target string) error {
+// the one procedure that takes a stream is left to flow, as files are: then the
+// body is nil.
+func completeCall(w http.ResponseWriter, r *http.Request, target string) (body []byte, err error) {
 	call := strings.HasPrefix(target, "/"+processconnect.ProcessName+"/") || strings.HasPrefix(target, "/filesystem.Filesystem/")
 	if !call || target == processconnect.ProcessStreamInputProcedure {
-		return nil
+		return nil, nil
 	}
-	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxBody))
+	body, err = io.ReadAll(http.MaxBytesReader(w, r.Body, maxBody))
 	if _, large := errors.AsType[*http.MaxBytesError](err); large {
-		return fmt.Errorf("the call is %w: at most %d bytes are taken", errTooLarge, maxBody)
+		return nil, fmt.Errorf("the call is %w: at most %d bytes are taken", errTooLarge, maxBody)
 	}
 	if err != nil {
-		return requestError{message: "the call broke off: " + err.Error()}
+		return nil, requestError{message: "the call broke off: " + err.Error()}
 	}
 	r.Body, r.ContentLength, r.TransferEncoding = io.NopCloser(bytes.NewReader(body)), int64(len(body)), nil
-	return nil
+	return body, nil
 }
 
 // RoundTrip sends a request to the agent with its token and says in words what
@@ -122,10 +123,17 @@ func (s *Server) proxyAgent(w http.ResponseWriter, r *http.Request) {
 	}
 	ctx, done := s.stream(r.Context())
 	defer done()
-	if err := completeCall(w, r, target); err != nil {
+	body, err := completeCall(w, r, target)
+	if err != nil {
 		s.fail(w, r, err)
 		return
 	}
+	release, err := s.holdForCall(r, g.id, target, body)
+	if err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	defer release()
 	proxy := &httputil.ReverseProxy{
 		Transport:     s.guests,
 		FlushInterval: -1,
@@ -159,7 +167,7 @@ func (s *Server) proxyAgent(w http.ResponseWriter, r *http.Request) {
 
 // isControlPath tells whether a clean path is a control call of the agent.
 func isControlPath(p string) bool {
-	for _, c := range []string{guestapi.InitPath, guestapi.FreezePath, guestapi.ThawPath} {
+	for _, c := range []string{guestapi.InitPath, guestapi.FreezePath, guestapi.ThawPath, guestapi.ClockPath, guestapi.AwakePath} {
 		if strings.EqualFold(p, c) || len(p) > len(c) && strings.EqualFold(p[:len(c)+1], c+"/") {
 			return true
 		}

@@ -43,6 +43,13 @@ func toSandbox(s sandbox.Sandbox) api.Sandbox {
 		Policy: toPolicy(s.Policy),
 		Usage:  api.Usage{AwakeS: s.Usage.Awake.Seconds(), StandbyS: s.Usage.Standby.Seconds(), CPUS: s.Usage.CPU.Seconds(), StoredBytes: s.Usage.StoredBytes},
 	}
+	out.Leases = make([]api.Lease, 0, len(s.Leases))
+	for _, l := range s.Leases {
+		out.Leases = append(out.Leases, toLease(l))
+	}
+	if a := s.Activity; a != nil {
+		out.Activity = toActivity(*a)
+	}
 	if r := s.Replication; r != nil {
 		out.Replication = &api.Replication{State: r.State, Error: r.Error, SentBytes: r.SentBytes}
 	}
@@ -56,7 +63,7 @@ func toSandbox(s sandbox.Sandbox) api.Sandbox {
 		}
 	}
 	if h := s.LastHibernate; h != nil {
-		out.LastHibernate = &api.HibernateReport{TotalMS: h.TotalMS, PauseMS: h.PauseMS, Phases: orEmpty(h.Phases), Warnings: h.Warnings}
+		out.LastHibernate = &api.HibernateReport{Trigger: string(h.Trigger), TotalMS: h.TotalMS, PauseMS: h.PauseMS, Phases: orEmpty(h.Phases), Warnings: h.Warnings}
 		if w := h.WorkingSet; w != nil {
 			report := api.WorkingSetReport(*w)
 			out.LastHibernate.WorkingSet = &report
@@ -68,6 +75,25 @@ func toSandbox(s sandbox.Sandbox) api.Sandbox {
 			BytesRead: r.BytesRead, Faults: r.Faults, PrefetchedBytes: r.PrefetchedBytes, Warnings: r.Warnings,
 			DemandPages: r.DemandPages, WorkingSetBytes: r.WorkingSetBytes, BytesFetched: r.BytesFetched, Pooled: r.Pooled,
 		}
+	}
+	return out
+}
+
+func toLease(l sandbox.Lease) api.Lease {
+	out := api.Lease{Kind: l.Kind, Owner: l.Owner, Since: l.Since}
+	if !l.Until.IsZero() {
+		out.Until = &l.Until
+	}
+	return out
+}
+
+func toActivity(a sandbox.Activity) *api.Activity {
+	out := &api.Activity{
+		Open: a.Open, Awaiting: a.Awaiting, IdleMS: float64(a.Idle.Microseconds()) / 1000,
+		KeepAwake: make([]api.KeepAwake, 0, len(a.KeepAwake)), AgentError: a.AgentErr,
+	}
+	for _, p := range a.KeepAwake {
+		out.KeepAwake = append(out.KeepAwake, api.KeepAwake(p))
 	}
 	return out
 }

@@ -16,6 +16,8 @@ import (
 	"github.com/hibernacle/hibernacle/api"
 	"github.com/hibernacle/hibernacle/api/process"
 	"github.com/hibernacle/hibernacle/api/process/processconnect"
+	"github.com/hibernacle/hibernacle/internal/guestapi"
+	"github.com/hibernacle/hibernacle/internal/sandbox"
 )
 
 const (
@@ -46,6 +48,12 @@ func (s *Server) exec(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, err)
 		return
 	}
+	release, err := s.hold(r, g.id, sandbox.LeaseExec, commandLine(req.Cmd[0], req.Cmd[1:]))
+	if err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	defer release()
 	ctx, done := s.stream(r.Context())
 	defer done()
 	resp, err := s.run(ctx, g, req)
@@ -76,7 +84,11 @@ func (s *Server) run(ctx context.Context, g guest, req api.ExecRequest) (api.Exe
 	if req.Stdin != "" {
 		helpers.Go(func() { e.feed(ctx, []byte(req.Stdin)) })
 	}
-	events, err := e.procs.Start(ctx, connect.NewRequest(start))
+	call := connect.NewRequest(start)
+	if req.KeepAwake {
+		call.Header().Set(guestapi.KeepAwakeHeader, "1")
+	}
+	events, err := e.procs.Start(ctx, call)
 	if err == nil {
 		defer events.Close()
 		for events.Receive() {

@@ -5,6 +5,8 @@ import (
 	"net/http"
 	"net/url"
 	"strconv"
+
+	"github.com/hibernacle/hibernacle/internal/sandbox"
 )
 
 // agentFilesPath is the agent's route for the content of files.
@@ -25,11 +27,12 @@ func fileQuery(r *http.Request) (url.Values, error) {
 
 // downloadFile streams a file out of the guest.
 func (s *Server) downloadFile(w http.ResponseWriter, r *http.Request) {
-	resp, err := s.callFiles(r, http.MethodGet, nil)
+	resp, release, err := s.callFiles(r, http.MethodGet, nil)
 	if err != nil {
 		s.fail(w, r, err)
 		return
 	}
+	defer release()
 	defer resp.Body.Close()
 	w.Header().Set("Content-Type", "application/octet-stream")
 	if resp.ContentLength >= 0 {
@@ -48,26 +51,44 @@ func (s *Server) downloadFile(w http.ResponseWriter, r *http.Request) {
 // uploadFile streams a file into the guest, where the agent makes missing
 // folders and replaces what was there.
 func (s *Server) uploadFile(w http.ResponseWriter, r *http.Request) {
-	resp, err := s.callFiles(r, http.MethodPost, r.Body)
+	resp, release, err := s.callFiles(r, http.MethodPost, r.Body)
 	if err != nil {
 		s.fail(w, r, err)
 		return
 	}
+	defer release()
 	resp.Body.Close()
 	w.WriteHeader(http.StatusNoContent)
 }
 
 // callFiles calls the agent's file route and returns its answer if that is a
-// success.
-func (s *Server) callFiles(r *http.Request, method string, body io.Reader) (*http.Response, error) {
+// success. The caller calls release when it is done with that.
+func (s *Server) callFiles(r *http.Request, method string, body io.Reader) (_ *http.Response, release func(), err error) {
 	q, err := fileQuery(r)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	g, err := s.guest(r)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
+	kind := sandbox.LeaseDownload
+	if body != nil {
+		kind = sandbox.LeaseUpload
+	}
+	release, err = s.hold(r, g.id, kind, printable(q.Get("path")))
+	if err != nil {
+		return nil, nil, err
+	}
+	resp, err := s.sendFiles(r, g, method, q, body)
+	if err != nil {
+		release()
+		return nil, nil, err
+	}
+	return resp, release, nil
+}
+
+func (s *Server) sendFiles(r *http.Request, g guest, method string, q url.Values, body io.Reader) (*http.Response, error) {
 	u := g.url(agentFilesPath)
 	u.RawQuery = q.Encode()
 	req, err := http.NewRequestWithContext(r.Context(), method, u.String(), body)

@@ -114,6 +114,10 @@ func TestAnswersAreAsDescribed(t *testing.T) {
 		{"POST", "/v1/sandboxes", "", `{"name":"b"}`, 409},
 		{"GET", "/v1/sandboxes", "", "", 200},
 		{"GET", "/v1/sandboxes/{id}", "", "", 200},
+		{"POST", "/v1/sandboxes/{id}/hold", "", `{"for":"30m","reason":"a demo"}`, 200},
+		{"POST", "/v1/sandboxes/{id}/hold", "", `{}`, 400},
+		{"GET", "/v1/sandboxes/{id}", "", "", 200},
+		{"DELETE", "/v1/sandboxes/{id}/hold", "", "", 200},
 		{"POST", "/v1/sandboxes/{id}/hibernate", "", "", 200},
 		{"POST", "/v1/sandboxes/{id}/evict", "", `{"local":true}`, 200},
 		{"GET", "/v1/sandboxes/{id}", "", "", 200},
@@ -203,6 +207,7 @@ func TestRequestsAreAsDescribed(t *testing.T) {
 		"Sandbox": api.Sandbox{}, "Template": api.Template{}, "Progress": api.Progress{}, "Version": api.Version{}, "Error": api.Error{},
 		"StoreStatus": api.StoreStatus{}, "TierStatus": api.TierStatus{}, "StoreSandbox": api.StoreSandbox{}, "CollectRequest": api.CollectRequest{}, "VerifyRequest": api.VerifyRequest{},
 		"Collected": api.Collected{}, "CollectedTier": api.CollectedTier{}, "ImportRequest": api.ImportRequest{}, "Imported": api.Imported{},
+		"Lease": api.Lease{}, "Activity": api.Activity{}, "KeepAwake": api.KeepAwake{}, "HoldRequest": api.HoldRequest{}, "HibernateReport": api.HibernateReport{},
 		"EvictRequest": api.EvictRequest{}, "DrainRequest": api.DrainRequest{}, "Drained": api.Drained{}, "Next": api.Next{}, "Evicted": api.Evicted{}, "Host": api.Host{},
 	} {
 		described := map[string]bool{}

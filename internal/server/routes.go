@@ -31,6 +31,8 @@ func (s *Server) routes() []route {
 		{"GET", "/v1/sandboxes/{id}", s.getSandbox},
 		{"PATCH", "/v1/sandboxes/{id}", s.updateSandbox},
 		{"DELETE", "/v1/sandboxes/{id}", s.deleteSandbox},
+		{"POST", "/v1/sandboxes/{id}/hold", s.holdSandbox},
+		{"DELETE", "/v1/sandboxes/{id}/hold", s.releaseSandbox},
 		{"POST", "/v1/sandboxes/{id}/hibernate", s.hibernateSandbox},
 		{"POST", "/v1/sandboxes/{id}/evict", s.evictSandbox},
 		{"POST", "/v1/sandboxes/{id}/resume", s.resumeSandbox},

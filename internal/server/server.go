@@ -30,6 +30,16 @@ type Core interface {
 	Create(ctx context.Context, o sandbox.CreateOptions) (sandbox.Sandbox, error)
 	Get(ctx context.Context, id string) (sandbox.Sandbox, error)
 	List(ctx context.Context) ([]sandbox.Sandbox, error)
+	// Inspect is Get with the sandbox's activity.
+	Inspect(ctx context.Context, id string) (sandbox.Sandbox, error)
+
+	// Hold takes a lease for the time of a request, SetHold one that is recorded.
+	Hold(ctx context.Context, id string, l sandbox.Lease) (release func(), err error)
+	SetHold(ctx context.Context, id string, until time.Time, reason string) (sandbox.Sandbox, error)
+	ReleaseHold(ctx context.Context, id string) (sandbox.Sandbox, error)
+	// Session notes the begin of an interactive session.
+	Session(id, kind string) (end func(), err error)
+
 	Update(ctx context.Context, id string, mutate func(*sandbox.Settings) error) (sandbox.Sandbox, error)
 	Hibernate(ctx context.Context, id string, o sandbox.HibernateOptions) (sandbox.Sandbox, error)
 	Resume(ctx context.Context, id string, o sandbox.ResumeOptions) (sandbox.Sandbox, error)

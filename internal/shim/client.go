@@ -110,6 +110,25 @@ func (c *Client) Unpark(ctx context.Context, req UnparkRequest) (StartReport, er
 	return r, c.call(ctx, http.MethodPost, "unpark", req, &r)
 }
 
+// Activity asks how busy a running guest is: ErrUnknown (wrapped) if the shim is
+// too old to know.
+func (c *Client) Activity(ctx context.Context, req ActivityRequest) (Activity, error) {
+	var a Activity
+	return a, c.added(ctx, "activity", req, &a)
+}
+
+// added gives an order that came with version 2 of the protocol or later.
+func (c *Client) added(ctx context.Context, name string, in, out any) error {
+	if c.handle.Protocol < 2 {
+		return fmt.Errorf("%s machine %s: %w", name, c.handle.VM, ErrUnknown)
+	}
+	err := c.call(ctx, http.MethodPost, name, in, out)
+	if Code(err) == CodeUnknown {
+		err = fmt.Errorf("%w: %w", ErrUnknown, err)
+	}
+	return err
+}
+
 // Dial opens a byte stream to a TCP port of the guest: ErrRefused (wrapped) if
 // the guest cannot be reached there.
 func (c *Client) Dial(ctx context.Context, port int) (net.Conn, error) {

@@ -17,6 +17,7 @@ var (
 	ErrGone     = errors.New("the shim's process has ended")
 	ErrProtocol = errors.New("the shim speaks another version of the protocol")
 	ErrRefused  = errors.New("nothing listens on that port of the guest")
+	ErrUnknown  = errors.New("the shim is older than this order and does not know it")
 )
 
 // Error makes the answer an error.
@@ -65,6 +66,8 @@ func (e *Error) status() int {
 	switch e.Code {
 	case CodeInvalid, CodeMismatch:
 		return http.StatusBadRequest
+	case CodeUnknown:
+		return http.StatusNotFound
 	case CodeRefused, CodeStopped:
 		return http.StatusConflict
 	case CodeNoSpace:

@@ -50,19 +50,29 @@ func bootID() (string, error) {
 
 // startTime returns when a living process was started, in clock ticks since boot.
 func startTime(pid int) (uint64, error) {
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return 0, fmt.Errorf("look at process %d: %w", pid, err)
-	}
-	// The name in parentheses may hold blanks and parentheses of its own.
-	fields := bytes.Fields(b[bytes.LastIndexByte(b, ')')+1:])
 	const state, threads, start = 0, 17, 19 // fields 3, 20 and 22 of proc(5)
-	if len(fields) <= start {
-		return 0, fmt.Errorf("look at process %d: short stat line", pid)
+	fields, err := processStat(pid, start)
+	if err != nil {
+		return 0, err
 	}
 	// The state is that of its first thread, which may end before the others.
 	if s := fields[state][0]; s == 'X' || s == 'Z' && string(fields[threads]) == "1" {
 		return 0, fmt.Errorf("process %d has ended", pid)
 	}
 	return strconv.ParseUint(string(fields[start]), 10, 64)
+}
+
+// processStat returns the fields of a process's stat line from the third of
+// proc(5) on, which is index 0, and at least up to index last.
+func processStat(pid, last int) ([][]byte, error) {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return nil, fmt.Errorf("look at process %d: %w", pid, err)
+	}
+	// The name in parentheses may hold blanks and parentheses of its own.
+	fields := bytes.Fields(b[bytes.LastIndexByte(b, ')')+1:])
+	if len(fields) <= last {
+		return nil, fmt.Errorf("look at process %d: short stat line", pid)
+	}
+	return fields, nil
 }

@@ -77,6 +77,11 @@ func TestOrdersFitPhases(t *testing.T) {
 			return r.client.Thaw(context.Background(), ThawRequest{Attempt: 5})
 		}, map[string]string{
 			"idle": CodeInvalid, "to boot": CodeInvalid, "prepared": CodeInvalid, "running": ok, "sealed": ok, "stopped": CodeStopped}},
+		{"activity", func(r *rig, _ snapshot.Ref) error {
+			_, err := r.client.Activity(context.Background(), ActivityRequest{})
+			return err
+		}, map[string]string{
+			"idle": CodeInvalid, "to boot": CodeInvalid, "prepared": CodeInvalid, "running": ok, "sealed": CodeInvalid, "stopped": CodeStopped}},
 		{"dial", func(r *rig, _ snapshot.Ref) error {
 			c, err := r.client.Dial(context.Background(), 7)
 			if err == nil {
@@ -179,9 +184,9 @@ func TestMalformedOrders(t *testing.T) {
 		{"negative attempt", "POST", "/v1/thaw", `{"attempt":-1}`, 400, "attempt"},
 		{"more behind it", "POST", "/v1/thaw", `{"attempt":1}{}`, 400, "/v1/thaw"},
 		{"too long", "POST", "/v1/prepare", `{"base_image":"` + strings.Repeat("x", maxOrder) + `"}`, 400, "too large"},
-		{"unknown order", "POST", "/v1/dance", `{}`, 400, "/v1/dance"},
-		{"wrong method", "GET", "/v1/capture", ``, 400, "GET /v1/capture"},
-		{"another version", "POST", "/v9/capture", `{}`, 400, "/v9/capture"},
+		{"unknown order", "POST", "/v1/dance", `{}`, 404, "/v1/dance"},
+		{"wrong method", "GET", "/v1/capture", ``, 404, "GET /v1/capture"},
+		{"another version", "POST", "/v9/capture", `{}`, 404, "/v9/capture"},
 		{"no shape", "POST", "/v1/prepare", `{"base_image":"/dev/null"}`, 400, "0 MiB"},
 		{"negative shape", "POST", "/v1/prepare", `{"shape":{"memory_mib":-4,"cpus":1}}`, 400, "-4 MiB"},
 		{"no base image", "POST", "/v1/prepare", `{"shape":{"memory_mib":8,"cpus":1},"base_image":"/nowhere"}`, 500, "/nowhere"},

@@ -33,7 +33,12 @@ import (
 
 // ProtocolVersion is the version of the protocol that this build speaks. A
 // daemon of version N adopts shims of N and N−1.
-const ProtocolVersion = 1
+//
+// From version 2 on a shim answers CodeUnknown to an order that it does not
+// know and leaves fields alone that it does not know, so that orders and fields
+// can be added without another version. A shim of version 1 has none of the
+// orders that were added; the client answers for it with ErrUnknown.
+const ProtocolVersion = 2
 
 // Handle finds a shim again after the daemon came back. It is recorded in the
 // catalog before the shim starts a VMM.
@@ -207,6 +212,7 @@ type Error struct {
 // Codes of errors that callers act on.
 const (
 	CodeInvalid = "invalid"  // the order does not fit the phase or is malformed
+	CodeUnknown = "unknown"  // this shim does not know such an order
 	CodeRefused = "refused"  // the attempt was thawed before
 	CodeStopped = "stopped"  // the machine ended
 	CodeCorrupt = "corrupt"  // an object of the store is damaged or missing; the message names it

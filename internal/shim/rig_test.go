@@ -97,7 +97,7 @@ func newRig(t testing.TB, opts rigOptions) *rig {
 }
 
 func fill(l limits) limits {
-	for _, d := range []*time.Duration{&l.boot, &l.init, &l.freeze, &l.thaw} {
+	for _, d := range []*time.Duration{&l.boot, &l.init, &l.freeze, &l.thaw, &l.awake} {
 		if *d == 0 {
 			*d = patience
 		}

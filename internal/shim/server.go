@@ -167,13 +167,14 @@ func (h *host) handler() http.Handler {
 	}))
 	mux.HandleFunc("POST /v1/park", order(h.park))
 	mux.HandleFunc("POST /v1/unpark", order(h.unpark))
+	mux.HandleFunc("POST /v1/activity", order(h.activity))
 	mux.HandleFunc("POST /v1/release", order(func(ctx context.Context, _ struct{}) (struct{}, error) {
 		h.workset.learn(ctx) // a short life teaches, too
 		h.end()
 		return struct{}{}, nil
 	}))
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
-		writeError(w, errorf(CodeInvalid, "no order %s %s in version %d of the protocol", r.Method, r.URL.Path, ProtocolVersion))
+		writeError(w, errorf(CodeUnknown, "no order %s %s in version %d of the protocol", r.Method, r.URL.Path, ProtocolVersion))
 	})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.Method == http.MethodConnect {

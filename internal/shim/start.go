@@ -16,10 +16,10 @@ import (
 )
 
 // limits say how long a guest may take: bounds against hanging.
-type limits struct{ boot, init, freeze, thaw time.Duration }
+type limits struct{ boot, init, freeze, thaw, awake time.Duration }
 
 // defaultLimits are generous enough for an emulated machine on a loaded host.
-var defaultLimits = limits{boot: 5 * time.Minute, init: 60 * time.Second, freeze: 10 * time.Second, thaw: 30 * time.Second}
+var defaultLimits = limits{boot: 5 * time.Minute, init: 60 * time.Second, freeze: 10 * time.Second, thaw: 30 * time.Second, awake: time.Second}
 
 // The failpoints of a resume, in order.
 const (
@@ -89,6 +89,7 @@ func (h *host) start(up func() (StartReport, error)) (StartReport, error) {
 	}
 	report, err := up()
 	if err == nil {
+		h.net.Touch() // what came before was not of this life
 		err = h.enter(PhaseRunning)
 	}
 	if err == nil {
@@ -139,6 +140,7 @@ func (h *host) wake(ctx context.Context, req ResumeRequest) (StartReport, error)
 		return StartReport{}, fmt.Errorf("load state of snapshot %s: %w", req.Snapshot.ID, err)
 	}
 	watch.lap("state")
+	h.workset.loaded()
 	if err := failpoint.Hit(ctx, failLoaded); err != nil {
 		return StartReport{}, err
 	}

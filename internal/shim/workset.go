@@ -29,6 +29,7 @@ type workset struct {
 	source  *resumed // nil before start and after stop
 	cancel  context.CancelFunc
 	learned bool
+	loading uint64 // pages demanded before the guest ran
 	set     snapshot.WorkingSet
 }
 
@@ -44,9 +45,13 @@ type resumed struct {
 	since   time.Time
 }
 
-// headPages is how much is pushed before the guest runs. Until then the load of
-// the device state needs the processors that pushing takes; from then on the guest
-// waits for pages. Those that it was seen to wait for are at a set's beginning.
+// leadPages is how much is pushed before the guest runs: the pages that the load of
+// the device state reads, which a set begins with, and few more. The load needs the
+// processors that pushing takes, and the guest waits for its end anyway.
+const leadPages = 64
+
+// headPages is how much is pushed next, on its own because the order within a
+// prefetch is a rough one: pages that the guest was seen to wait for.
 const headPages = 256
 
 // start begins the prefetch, unless it is not wanted, and the learning. It
@@ -81,15 +86,27 @@ func (w *workset) start(repo *snapshot.Repository, snap *snapshot.Snapshot, slot
 // prefetch pushes the working set: all of it at once where it comes from another
 // machine, whose answers take longer than the start.
 func (w *workset) prefetch(ctx context.Context, src *resumed, remote bool) {
-	head, rest := src.members, []page.Run(nil)
+	lead, rest := src.members, []page.Run(nil)
 	if !remote {
-		head, rest = page.Split(src.members, headPages)
+		lead, rest = page.Split(src.members, leadPages)
 	}
-	_, _ = src.slot.Prefetch(ctx, head) // a page that can't be read fails where it is needed
+	_, _ = src.slot.Prefetch(ctx, lead) // a page that can't be read fails where it is needed
 	select {
 	case <-w.awake:
+		head, rest := page.Split(rest, headPages)
+		_, _ = src.slot.Prefetch(ctx, head)
 		_, _ = src.slot.Prefetch(ctx, rest)
 	case <-ctx.Done():
+	}
+}
+
+// loaded says that the device state is loaded into the machine of start: what is
+// read from now on its guest reads.
+func (w *workset) loaded() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.source != nil {
+		w.loading = page.Total(w.source.slot.Touched())
 	}
 }
 
@@ -117,7 +134,7 @@ func (w *workset) settle(ctx context.Context) (*resumed, snapshot.WorkingSet) {
 	if err != nil {
 		return nil, nil // it has ended
 	}
-	w.learned, w.set = true, evolve(src.carried, src.slot.Touched(), present, time.Since(src.since) >= learnFor)
+	w.learned, w.set = true, evolve(src.carried, src.slot.Touched(), w.loading, present, time.Since(src.since) >= learnFor)
 	return src, w.set
 }
 
@@ -187,55 +204,72 @@ const maxIdle = 3
 // A member stays unless it was left alone too often. What is new becomes a
 // candidate, and a member when it is demanded again in the next life: most pages
 // that are touched once are never touched again. Members that were needed before
-// they were pushed go to the front. A short life, which did not last and touched
+// they were pushed go to the front, but behind the first leadPages: those stay, and
+// become the first loading pages of demanded, which were read for the device state,
+// before the guest ran. A short life, which did not last and touched
 // less than half of the set, takes nothing away.
-func evolve(carried snapshot.WorkingSet, demanded, present []page.Run, lasted bool) snapshot.WorkingSet {
-	var next snapshot.WorkingSet
+func evolve(carried snapshot.WorkingSet, demanded []page.Run, loading uint64, present []page.Run, lasted bool) snapshot.WorkingSet {
+	type member struct {
+		page uint64
+		idle uint8
+	}
 	known := idleTimes(carried)
 	first := len(known) == 0
-	var promoted, candidates []uint64
+	var lead, late, kept, promoted, candidates []member
+	var seen uint64
 	for _, r := range demanded {
 		for p := r.First; p < r.End(); p++ {
+			seen++
 			if !contains(present, p) {
 				continue // readahead that nobody used
 			}
 			idle, old := known[p]
 			delete(known, p)
 			switch {
+			case seen <= loading:
+				lead = append(lead, member{p, 0})
 			case !old && !first:
-				candidates = append(candidates, p)
+				candidates = append(candidates, member{p, snapshot.Candidate})
 			case old && idle == snapshot.Candidate:
-				promoted = append(promoted, p)
+				promoted = append(promoted, member{p, 0})
 			default:
-				next = next.Append(p, 0)
+				late = append(late, member{p, 0})
 			}
 		}
 	}
 	whole := lasted || 2*common(carried.Members(), present) >= page.Total(carried.Members())
+	seen = 0
 	for _, t := range carried {
 		for p := t.First; p < t.End(); p++ {
-			_, left := known[p]
-			switch {
-			case !left:
-			case t.Idle == snapshot.Candidate:
-				if !whole {
-					candidates = append(candidates, p)
-				}
-			case contains(present, p):
-				next = next.Append(p, 0)
-			case !whole:
-				next = next.Append(p, t.Idle)
-			case t.Idle+1 < maxIdle:
-				next = next.Append(p, t.Idle+1)
+			seen++
+			if _, left := known[p]; !left {
+				continue
 			}
 			delete(known, p)
+			idle := t.Idle
+			switch {
+			case idle == snapshot.Candidate:
+				if !whole {
+					candidates = append(candidates, member{p, idle})
+				}
+				continue
+			case contains(present, p):
+				idle = 0
+			case whole:
+				if idle++; idle == maxIdle {
+					continue
+				}
+			}
+			if seen <= leadPages {
+				lead = append(lead, member{p, idle})
+			} else {
+				kept = append(kept, member{p, idle})
+			}
 		}
 	}
-	for _, p := range promoted {
-		next = next.Append(p, 0)
-	}
-	for _, p := range candidates {
-		next = next.Append(p, snapshot.Candidate)
+	var next snapshot.WorkingSet
+	for _, m := range slices.Concat(lead, late, kept, promoted, candidates) {
+		next = next.Append(m.page, m.idle)
 	}
 	return next
 }

@@ -22,25 +22,28 @@ func TestEvolve(t *testing.T) {
 	}
 	const candidate = snapshot.Candidate
 	carried := snapshot.WorkingSet{at(10, 4, 0), at(5, 1, 2), at(30, 2, 1), at(50, 1, candidate)}
+	long := snapshot.WorkingSet{at(100, 200, 0), at(900, 1, 2)}
 	all := []page.Run{run(0, 1000)}
 	for name, tt := range map[string]struct {
 		carried           snapshot.WorkingSet
 		demanded, present []page.Run
 		lasted            bool
+		loading           uint64
 		want              snapshot.WorkingSet
 	}{
 		"nothing at all":     {want: nil},
 		"the first life":     {demanded: []page.Run{run(7, 4), run(1, 1)}, present: []page.Run{run(1, 8)}, want: snapshot.WorkingSet{at(7, 2, 0), at(1, 1, 0)}},
-		"all touched again":  {carried, nil, all, true, snapshot.WorkingSet{at(10, 4, 0), at(5, 1, 0), at(30, 2, 0)}},
-		"half left alone":    {carried, nil, []page.Run{run(10, 4)}, false, snapshot.WorkingSet{at(10, 4, 0), at(30, 2, 2)}},
-		"short":              {carried, nil, []page.Run{run(11, 2)}, false, snapshot.WorkingSet{at(10, 1, 0), at(11, 2, 0), at(13, 1, 0), at(5, 1, 2), at(30, 2, 1), at(50, 1, candidate)}},
-		"nothing, for long":  {carried, nil, nil, true, snapshot.WorkingSet{at(10, 4, 1), at(30, 2, 2)}},
-		"late goes first":    {carried, []page.Run{run(30, 1), run(12, 1)}, all, true, snapshot.WorkingSet{at(30, 1, 0), at(12, 1, 0), at(10, 2, 0), at(13, 1, 0), at(5, 1, 0), at(31, 1, 0)}},
-		"new, and once more": {carried, []page.Run{run(50, 2)}, all, true, snapshot.WorkingSet{at(10, 4, 0), at(5, 1, 0), at(30, 2, 0), at(50, 1, 0), at(51, 1, candidate)}},
-		"unused readahead":   {carried, []page.Run{run(50, 2)}, []page.Run{run(0, 40)}, true, snapshot.WorkingSet{at(10, 4, 0), at(5, 1, 0), at(30, 2, 0)}},
+		"all touched again":  {carried, nil, all, true, 0, snapshot.WorkingSet{at(10, 4, 0), at(5, 1, 0), at(30, 2, 0)}},
+		"half left alone":    {carried, nil, []page.Run{run(10, 4)}, false, 0, snapshot.WorkingSet{at(10, 4, 0), at(30, 2, 2)}},
+		"short":              {carried, nil, []page.Run{run(11, 2)}, false, 0, snapshot.WorkingSet{at(10, 1, 0), at(11, 2, 0), at(13, 1, 0), at(5, 1, 2), at(30, 2, 1), at(50, 1, candidate)}},
+		"nothing, for long":  {carried, nil, nil, true, 0, snapshot.WorkingSet{at(10, 4, 1), at(30, 2, 2)}},
+		"late goes first":    {long, []page.Run{run(900, 1), run(250, 1)}, all, true, 0, snapshot.WorkingSet{at(100, leadPages, 0), at(900, 1, 0), at(250, 1, 0), at(100+leadPages, 150-leadPages, 0), at(251, 49, 0)}},
+		"late for the load":  {long, []page.Run{run(900, 2), run(250, 1), run(70, 1)}, all, true, 3, snapshot.WorkingSet{at(900, 2, 0), at(250, 1, 0), at(100, leadPages, 0), at(100+leadPages, 150-leadPages, 0), at(251, 49, 0), at(70, 1, candidate)}},
+		"new, and once more": {carried, []page.Run{run(50, 2)}, all, true, 0, snapshot.WorkingSet{at(10, 4, 0), at(5, 1, 0), at(30, 2, 0), at(50, 1, 0), at(51, 1, candidate)}},
+		"unused readahead":   {carried, []page.Run{run(50, 2)}, []page.Run{run(0, 40)}, true, 0, snapshot.WorkingSet{at(10, 4, 0), at(5, 1, 0), at(30, 2, 0)}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got := evolve(tt.carried, tt.demanded, tt.present, tt.lasted); !slices.Equal(joined(got), joined(tt.want)) {
+			if got := evolve(tt.carried, tt.demanded, tt.loading, tt.present, tt.lasted); !slices.Equal(joined(got), joined(tt.want)) {
 				t.Errorf("%v, want %v", got, tt.want)
 			}
 		})
@@ -101,7 +104,7 @@ func TestSetFollowsItsGuest(t *testing.T) {
 				}
 			}
 		}
-		set = evolve(set, demanded, page.Normalize(touched), !short)
+		set = evolve(set, demanded, 0, page.Normalize(touched), !short)
 		after := idleTimes(set)
 		if got := int(page.Total(set.Members())); life > 10 && got > always+mostly+20 {
 			t.Errorf("life %d: the set has %d members", life, got)

@@ -31,24 +31,24 @@ var (
 // Dial opens a TCP connection from the gateway to a port of the guest. It waits
 // for the guest's card to be joined and for the guest to answer as long as ctx
 // lets it, and fails at once with ErrRefused where nobody listens. The
-// connection counts as activity until it is closed; it has CloseWrite, and
-// Reset breaks it.
+// connection counts as activity until it is closed or was silent for too long
+// (see Activity); it has CloseWrite, and Reset breaks it.
 func (n *Network) Dial(ctx context.Context, port uint16) (net.Conn, error) {
-	return n.dialGuest(ctx, port, &n.meter)
+	return n.dialGuest(ctx, port, flowInbound)
 }
 
 // DialControl is Dial for calls of the host's own, to the agent: they do not
 // count as activity.
 func (n *Network) DialControl(ctx context.Context, port uint16) (net.Conn, error) {
-	return n.dialGuest(ctx, port, nil)
+	return n.dialGuest(ctx, port, flowControl)
 }
 
-func (n *Network) dialGuest(ctx context.Context, port uint16, m *meter) (net.Conn, error) {
+func (n *Network) dialGuest(ctx context.Context, port uint16, kind flowKind) (net.Conn, error) {
 	if !n.track() {
 		return nil, ErrClosed
 	}
 	defer n.wg.Done()
-	fl, err := n.flows.admitInbound()
+	fl, err := n.flows.admitInbound(kind)
 	if err != nil {
 		return nil, err
 	}
@@ -60,10 +60,10 @@ func (n *Network) dialGuest(ctx context.Context, port uint16, m *meter) (net.Con
 		n.flows.drop(fl)
 		return nil, fmt.Errorf("dial port %d of the guest: %w", port, err)
 	}
-	c := &inboundConn{guestConn: guest, meter: m, flows: n.flows, flow: fl}
-	if m != nil {
-		m.open.Add(1)
-		m.touch()
+	c := &inboundConn{guestConn: guest, flows: n.flows, flow: fl}
+	if kind == flowInbound {
+		c.meter = &n.meter
+		c.note(0)
 	}
 	if !fl.onAbort(c.abort) {
 		c.abort()
@@ -145,8 +145,8 @@ type inboundConn struct {
 // Read reads what the guest sent.
 func (c *inboundConn) Read(p []byte) (int, error) {
 	n, err := c.guestConn.Read(p)
-	if n > 0 && c.meter != nil {
-		c.meter.add(n)
+	if n > 0 {
+		c.note(n)
 	}
 	return n, err
 }
@@ -154,10 +154,18 @@ func (c *inboundConn) Read(p []byte) (int, error) {
 // Write sends to the guest.
 func (c *inboundConn) Write(p []byte) (int, error) {
 	n, err := c.guestConn.Write(p)
-	if n > 0 && c.meter != nil {
-		c.meter.add(n)
+	if n > 0 {
+		c.note(n)
 	}
 	return n, err
+}
+
+// note counts n bytes, either way.
+func (c *inboundConn) note(n int) {
+	if c.meter != nil {
+		c.meter.add(n)
+		c.flow.usage.pass()
+	}
 }
 
 // Close closes the connection; what was written is still delivered.
@@ -175,10 +183,9 @@ func (c *inboundConn) abort() {
 
 func (c *inboundConn) release() {
 	c.released.Do(func() {
-		c.flows.drop(c.flow)
 		if c.meter != nil {
-			c.meter.open.Add(-1)
 			c.meter.touch()
 		}
+		c.flows.drop(c.flow)
 	})
 }

@@ -139,7 +139,7 @@ func TestDNS(t *testing.T) {
 			})
 		}
 	}
-	if a := n.Activity(); a.Bytes != 0 || a.Outbound != 0 {
+	if a := activity(n); a.Bytes != 0 || a.Outbound != 0 {
 		t.Errorf("DNS counts as activity: %+v", a)
 	}
 }

@@ -13,6 +13,7 @@ type flowKind int
 
 const (
 	flowInbound flowKind = iota // made by Dial
+	flowControl                 // made by DialControl
 	flowTCP                     // outbound
 	flowUDP                     // outbound
 	flowDNS                     // a TCP connection to the resolver
@@ -46,6 +47,7 @@ type flow struct {
 	kind     flowKind
 	seen     netip.AddrPort // that the guest dials
 	lastUsed atomic.Int64   // UDP: unix nanoseconds of the last datagram
+	usage    usage
 
 	mu      sync.Mutex
 	aborted bool
@@ -117,21 +119,23 @@ func (t *flows) admit(kind flowKind, seen netip.AddrPort) (*flow, error) {
 		t.forget(idlest)
 	}
 	fl := &flow{kind: kind, seen: seen}
+	fl.usage.begin()
 	fl.lastUsed.Store(time.Now().UnixNano())
 	t.add(fl)
 	t.guests.Add(1)
 	return fl, nil
 }
 
-// admitInbound opens a flow into the guest. The caller calls drop when the flow
-// has ended.
-func (t *flows) admitInbound() (*flow, error) {
+// admitInbound opens a flow of one of the two kinds into the guest. The caller
+// calls drop when the flow has ended.
+func (t *flows) admitInbound(kind flowKind) (*flow, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.closed {
 		return nil, ErrClosed
 	}
-	fl := &flow{kind: flowInbound}
+	fl := &flow{kind: kind}
+	fl.usage.begin()
 	t.add(fl)
 	return fl, nil
 }
@@ -195,16 +199,19 @@ func (t *flows) setPolicy(p Policy) {
 	abortAll(denied)
 }
 
-// reset aborts every flow.
-func (t *flows) reset() {
+// all returns the open flows, in no order.
+func (t *flows) all() []*flow {
 	t.mu.Lock()
+	defer t.mu.Unlock()
 	all := make([]*flow, 0, len(t.open))
 	for fl := range t.open {
 		all = append(all, fl)
 	}
-	t.mu.Unlock()
-	abortAll(all)
+	return all
 }
+
+// reset aborts every flow.
+func (t *flows) reset() { abortAll(t.all()) }
 
 // close aborts every flow and admits no other. It does not wait.
 func (t *flows) close() {
@@ -212,13 +219,6 @@ func (t *flows) close() {
 	t.closed = true
 	t.mu.Unlock()
 	t.reset()
-}
-
-// outbound is how many outbound flows are open.
-func (t *flows) outbound() int {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return t.counts[flowTCP] + t.counts[flowUDP]
 }
 
 func abortAll(list []*flow) {

@@ -126,7 +126,7 @@ func TestHalfClose(t *testing.T) {
 	case <-time.After(patience):
 		t.Fatal("peer heard nothing")
 	}
-	waitFor(t, "flows end", func() bool { return n.Activity().Outbound == 0 })
+	waitFor(t, "flows end", func() bool { return activity(n).Outbound == 0 })
 }
 
 func TestResetsPassThrough(t *testing.T) {
@@ -147,10 +147,10 @@ func TestResetsPassThrough(t *testing.T) {
 	if _, err := io.ReadAll(c); err == nil {
 		t.Fatal("peer's reset reached the guest as an ordinary end")
 	}
-	waitFor(t, "flow ends", func() bool { return n.Activity().Outbound == 0 })
+	waitFor(t, "flow ends", func() bool { return activity(n).Outbound == 0 })
 
 	dialGuest(t, n, "tcp", public+":1")
-	waitFor(t, "flow opens", func() bool { return n.Activity().Outbound == 1 })
+	waitFor(t, "flow opens", func() bool { return activity(n).Outbound == 1 })
 	n.Reset()
 	select {
 	case err := <-fromGuest:
@@ -193,7 +193,7 @@ func TestSetPolicyClosesWhatItDenies(t *testing.T) {
 		t.Fatal("denied flow is open")
 	}
 	exchange(t, inbound, "e")
-	waitFor(t, "flows end", func() bool { return n.Activity().Outbound == 0 })
+	waitFor(t, "flows end", func() bool { return activity(n).Outbound == 0 })
 }
 
 // A flow that is being dialled when the policy changes must not come to life.
@@ -243,7 +243,7 @@ func TestReset(t *testing.T) {
 		}
 		c.Close()
 	}
-	if a := n.Activity(); a.Open != 0 {
+	if a := activity(n); a.Open != 0 {
 		t.Errorf("%d connections counted as open", a.Open)
 	}
 	again, err := n.Dial(testContext(t), 8080)
@@ -261,38 +261,95 @@ func TestActivity(t *testing.T) {
 	n := newTestNet(t, vnet.Config{Dial: w.dial})
 	guestListener(t, n.guest, 8080, echo)
 
-	start := n.Activity()
+	// look returns what changed besides the time.
+	look := func() vnet.Activity {
+		a := activity(n)
+		a.Idle = 0
+		return a
+	}
+	// active checks that what f does counts as activity.
+	active := func(what string, f func()) {
+		t.Helper()
+		before, begun := activity(n).Idle, time.Now()
+		f()
+		if idle := activity(n).Idle; idle >= before+time.Since(begun) {
+			t.Errorf("%s does not count: idle for %v, before it %v", what, idle, before)
+		}
+	}
+
+	start, began := look(), activity(n).Idle
 	control, err := n.DialControl(testContext(t), 8080)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer control.Close()
 	exchange(t, control, "not counted")
-	if a := n.Activity(); a != start {
+	if a := look(); a != start {
 		t.Fatalf("control traffic counts: %+v, was %+v", a, start)
 	}
-	c, err := n.Dial(testContext(t), 8080)
+	if idle := activity(n).Idle; idle <= began {
+		t.Fatalf("control traffic is activity: idle for %v, before it %v", idle, began)
+	}
+	var c net.Conn
+	active("a dial", func() { c, err = n.Dial(testContext(t), 8080) })
 	if err != nil {
 		t.Fatal(err)
 	}
-	opened := n.Activity()
-	if opened.Open != 1 || !opened.Last.After(start.Last) {
-		t.Fatalf("after Dial: %+v", opened)
+	if a := look(); a.Open != 1 || a.Inbound != 1 {
+		t.Fatalf("after Dial: %+v", a)
 	}
-	exchange(t, c, "1234")
-	if a := n.Activity(); a.Bytes != 8 {
+	active("payload", func() { exchange(t, c, "1234") })
+	if a := look(); a.Bytes != 8 {
 		t.Fatalf("after 4 bytes each way: %+v", a)
 	}
-	c.Close()
-	c.Close()
-	if a := n.Activity(); a.Open != 0 || !a.Last.After(opened.Last) {
+	if a := n.Activity(0, 0); a.Open != 0 || a.Inbound != 1 {
+		t.Fatalf("a connection beyond the cap counts: %+v", a)
+	}
+	active("a close", func() { c.Close(); c.Close() })
+	if a := look(); a.Open != 0 || a.Inbound != 0 {
 		t.Fatalf("after Close: %+v", a)
 	}
+	active("a touch", n.Touch)
 	out := dialGuest(t, n, "tcp", public+":80")
 	exchange(t, out, "12")
-	waitFor(t, "outbound payload counts", func() bool { return n.Activity().Bytes == 12 })
-	if a := n.Activity(); a.Outbound != 1 || a.Open != 0 {
-		t.Fatalf("with an outbound flow: %+v", a)
+	waitFor(t, "outbound payload counts", func() bool { return activity(n).Bytes == 12 })
+	if a := look(); a.Outbound != 1 || a.Open != 0 || a.Awaiting != 0 {
+		t.Fatalf("with an outbound flow that was answered: %+v", a)
+	}
+}
+
+// An outbound flow awaits a reply from what the guest sent to what the peer
+// sends, or to its end.
+func TestAwaiting(t *testing.T) {
+	for _, end := range []string{"a reply", "its close"} {
+		t.Run(end, func(t *testing.T) {
+			release := make(chan struct{})
+			w := new(world)
+			w.put("tcp", public+":80", hostListener(t, func(c net.Conn) {
+				if _, err := c.Read(make([]byte, 16)); err != nil {
+					t.Error(err)
+				}
+				<-release
+				if end == "a reply" {
+					c.Write([]byte("pong"))
+					io.Copy(io.Discard, c)
+				}
+			}))
+			n := newTestNet(t, vnet.Config{Dial: w.dial})
+			c := dialGuest(t, n, "tcp", public+":80")
+			if a := activity(n); a.Outbound != 1 || a.Awaiting != 0 {
+				t.Fatalf("a silent flow: %+v", a)
+			}
+			if _, err := c.Write([]byte("ping")); err != nil {
+				t.Fatal(err)
+			}
+			waitFor(t, "the flow awaits a reply", func() bool { return activity(n).Awaiting == 1 })
+			if a := n.Activity(time.Hour, 0); a.Awaiting != 0 {
+				t.Fatalf("a question beyond the cap counts: %+v", a)
+			}
+			close(release)
+			waitFor(t, "the flow awaits nothing", func() bool { return activity(n).Awaiting == 0 })
+		})
 	}
 }
 
@@ -355,10 +412,10 @@ func TestTCPFlowsAreBounded(t *testing.T) {
 		}()
 	}
 	wg.Wait()
-	waitFor(t, "all flows open", func() bool { return n.Activity().Outbound == bound })
+	waitFor(t, "all flows open", func() bool { return activity(n).Outbound == bound })
 	dialFails(t, n, public+":80")
 	n.Reset()
-	waitFor(t, "no flow left", func() bool { return n.Activity().Outbound == 0 })
+	waitFor(t, "no flow left", func() bool { return activity(n).Outbound == 0 })
 	exchange(t, dialGuest(t, n, "tcp", vnet.GatewayIP+":53"), "")
 }
 
@@ -375,5 +432,5 @@ func TestClosedFlowsEnd(t *testing.T) {
 		}
 		c.Close()
 	}
-	waitFor(t, "flows end", func() bool { return n.Activity().Outbound == 0 })
+	waitFor(t, "flows end", func() bool { return activity(n).Outbound == 0 })
 }

@@ -166,23 +166,28 @@ func (n *Network) splice(fl *flow, guest *guestConn, host net.Conn) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		if err := n.pump(host, guest); err != nil {
+		if err := n.pump(host, guest, fl.usage.fromGuest); err != nil {
 			fl.abort()
 		}
 	}()
-	if err := n.pump(guest, host); err != nil {
+	if err := n.pump(guest, host, func(p []byte) { fl.usage.fromPeer(len(p)) }); err != nil {
 		fl.abort()
+	}
+	if fl.usage.peerEnded() {
+		n.meter.touch() // the guest learns of it
 	}
 	<-done
 }
 
-// pump copies one direction to its end and passes that end on.
-func (n *Network) pump(dst io.Writer, src io.Reader) error {
+// pump copies one direction to its end and passes that end on. note is told of
+// what was read.
+func (n *Network) pump(dst io.Writer, src io.Reader, note func([]byte)) error {
 	buf := make([]byte, tcpChunk)
 	for {
 		got, err := src.Read(buf)
 		if got > 0 {
 			n.meter.add(got)
+			note(buf[:got])
 			if _, err := dst.Write(buf[:got]); err != nil {
 				return err
 			}

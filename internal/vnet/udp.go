@@ -86,6 +86,7 @@ func (n *Network) relayDatagrams(fl *flow, host net.Conn, guest *gonet.UDPConn) 
 		}
 		fl.lastUsed.Store(time.Now().UnixNano())
 		n.meter.add(got)
+		fl.usage.fromGuest(buf[:got])
 		if _, err := host.Write(buf[:got]); errors.Is(err, net.ErrClosed) {
 			return
 		}
@@ -107,6 +108,7 @@ func (n *Network) relayReplies(fl *flow, guest *gonet.UDPConn, host net.Conn) {
 		case err == nil:
 			fl.lastUsed.Store(time.Now().UnixNano())
 			n.meter.add(got)
+			fl.usage.fromPeer(got)
 			if _, err := guest.Write(buf[:got]); err != nil {
 				return
 			}

@@ -64,7 +64,7 @@ func TestOutboundUDP(t *testing.T) {
 	for _, size := range []int{0, 1, 1400, 64900} {
 		exchangeDatagram(t, c, size)
 	}
-	if a := n.Activity(); a.Bytes != 2*(1+1400+64900) || a.Outbound != 1 {
+	if a := activity(n); a.Bytes != 2*(1+1400+64900) || a.Outbound != 1 {
 		t.Errorf("activity %+v", a)
 	}
 
@@ -84,7 +84,7 @@ func TestOutboundUDP(t *testing.T) {
 	})
 
 	n.Reset()
-	waitFor(t, "flows end", func() bool { return n.Activity().Outbound == 0 })
+	waitFor(t, "flows end", func() bool { return activity(n).Outbound == 0 })
 }
 
 func TestUDPFlowsAreBounded(t *testing.T) {
@@ -97,7 +97,7 @@ func TestUDPFlowsAreBounded(t *testing.T) {
 	for range bound {
 		exchangeDatagram(t, dialGuest(t, n, "udp", public+":7"), 1)
 	}
-	if a := n.Activity(); a.Outbound > bound {
+	if a := activity(n); a.Outbound > bound {
 		t.Fatalf("%d flows open, at most %d are allowed", a.Outbound, bound)
 	}
 	waitFor(t, "the evicted flow opens anew", func() bool {
@@ -115,6 +115,6 @@ func TestUDPFlowsIdleOut(t *testing.T) {
 	n.SetUDPIdle(300 * time.Millisecond)
 	c := dialGuest(t, n, "udp", public+":7")
 	exchangeDatagram(t, c, 10)
-	waitFor(t, "idle flow ends", func() bool { return n.Activity().Outbound == 0 })
+	waitFor(t, "idle flow ends", func() bool { return activity(n).Outbound == 0 })
 	exchangeDatagram(t, c, 10)
 }

@@ -326,3 +326,10 @@ func TestSuspend(t *testing.T) {
 	defer again.Close()
 	exchange(t, again, "after")
 }
+
+// activity returns the figures under caps that no test comes near.
+func activity(n interface {
+	Activity(inboundCap, awaitCap time.Duration) vnet.Activity
+}) vnet.Activity {
+	return n.Activity(time.Hour, time.Hour)
+}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"slices"
@@ -16,6 +17,16 @@ import (
 	"github.com/hibernacle/hibernacle/client"
 	"github.com/hibernacle/hibernacle/test/hibtest"
 )
+
+// freeAddress returns an address of this host that nobody listens at.
+func freeAddress(t *testing.T) string {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ln.Close()
+	return ln.Addr().String()
+}
 
 // listener notes what it is told of one sandbox, but for changes of state.
 type listener struct {
@@ -56,7 +67,7 @@ func (l *listener) types(id string) (list []string) {
 // them posted, hear of its life in order and once, though the daemon is killed and
 // restarted in between. Metrics and usage tell the same.
 func TestLifeIsTold(t *testing.T) {
-	d := hibtest.Start(t)
+	d := hibtest.StartWith(t, []string{"--listen", freeAddress(t)}) // the same after a restart
 	c, err := client.New(d.URL, d.Key)
 	if err != nil {
 		t.Fatal(err)

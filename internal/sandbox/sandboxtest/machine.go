@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -24,6 +25,9 @@ type machine struct {
 	sandbox string // whose it is, once it was adopted
 	dead    chan struct{}
 	conns   []net.Conn
+	open    map[*conn]struct{} // of those that came by Dial and were not closed
+	last    time.Time          // of its traffic
+	began   time.Time          // when it last began to run
 
 	phase    shim.Phase
 	adopted  bool
@@ -68,6 +72,7 @@ func (m *machine) hangUp() {
 		c.Close()
 	}
 	m.conns = nil
+	clear(m.open)
 }
 
 func (m *machine) enter(p shim.Phase) {
@@ -104,6 +109,9 @@ func (m *machine) run() {
 			m.w.violate("sandbox %s runs in %s and is %s in %s", m.sandbox, m.handle.VM, other.phase, other.handle.VM)
 		}
 	}
+	if m.phase != shim.PhaseCapturing && m.phase != shim.PhaseSealed { // else it goes on
+		m.last, m.began = time.Now(), time.Now()
+	}
 	m.enter(shim.PhaseRunning)
 }
 
@@ -115,7 +123,7 @@ func (l launcher) Launch(ctx context.Context, spec sandbox.LaunchSpec) (sandbox.
 	err := l.d.step(ctx, "launch", spec.VM, func() error {
 		w := l.d.w
 		w.pid++
-		m = &machine{w: w, daemon: l.d, dead: make(chan struct{}), phase: shim.PhaseIdle, refused: map[uint64]bool{},
+		m = &machine{w: w, daemon: l.d, dead: make(chan struct{}), phase: shim.PhaseIdle, refused: map[uint64]bool{}, open: map[*conn]struct{}{},
 			handle: shim.Handle{VM: spec.VM, Socket: "/" + spec.VM, PID: w.pid, StartTime: uint64(w.pid), BootID: w.bootID, Protocol: shim.ProtocolVersion}}
 		if w.machines[spec.VM] != nil {
 			w.violate("two machines are named %s", spec.VM)
@@ -509,9 +517,11 @@ func (v *vm) Dial(ctx context.Context, port int) (net.Conn, error) {
 		if v.m.phase == shim.PhaseRunning {
 			host, guest := net.Pipe()
 			v.m.conns = append(v.m.conns, host, guest)
+			c := &conn{Conn: host, m: v.m, last: time.Now()}
+			v.m.open[c], v.m.last = struct{}{}, c.last
 			go v.m.serve(guest)
 			v.m.w.mu.Unlock()
-			return host, nil
+			return c, nil
 		}
 		v.m.w.mu.Unlock()
 		select {
@@ -524,7 +534,8 @@ func (v *vm) Dial(ctx context.Context, port int) (net.Conn, error) {
 	}
 }
 
-// serve answers the lines "get" and "set WORD" with the memory.
+// serve answers the lines "get", "set WORD" and "count", which makes the memory
+// the next number, with the memory.
 func (m *machine) serve(conn net.Conn) {
 	defer conn.Close()
 	lines := bufio.NewScanner(conn)
@@ -550,6 +561,9 @@ func (m *machine) answer(line string) (string, bool) {
 		if m.phase == shim.PhaseRunning {
 			if word, ok := strings.CutPrefix(line, "set "); ok {
 				m.memory = word
+			} else if line == "count" {
+				n, _ := strconv.Atoi(m.memory) // at first it is no number
+				m.memory = strconv.Itoa(n + 1)
 			}
 			memory := m.memory
 			m.w.mu.Unlock()
@@ -562,7 +576,7 @@ func (m *machine) answer(line string) (string, bool) {
 }
 
 // Ask connects to a sandbox, sends one line and returns the answer, which is
-// the guest's memory: "get", or "set WORD".
+// the guest's memory: "get", "set WORD" or "count".
 func Ask(ctx context.Context, c *sandbox.Core, id, line string) (string, error) {
 	conn, err := c.Dial(ctx, id, 80)
 	if err != nil {

@@ -59,6 +59,7 @@ type World struct {
 	snapshots   map[snapshot.ID]*image
 	damaged     map[snapshot.ID]bool // packs
 	generations map[string]uint64    // last one that a sandbox ran at
+	busy        map[string]Busy
 	pid         int
 	violations  []string
 	bootID      string
@@ -76,7 +77,7 @@ type image struct {
 // NewWorld returns an empty host, whose folder goes with the test.
 func NewWorld(t testing.TB) *World {
 	return &World{Dir: t.TempDir(), machines: map[string]*machine{}, snapshots: map[snapshot.ID]*image{}, damaged: map[snapshot.ID]bool{},
-		generations: map[string]uint64{}, bootID: "boot-1", pid: 1000, changed: make(chan struct{})}
+		generations: map[string]uint64{}, busy: map[string]Busy{}, bootID: "boot-1", pid: 1000, changed: make(chan struct{})}
 }
 
 // broadcast wakes whoever waits for a change; mu is held.
@@ -364,6 +365,7 @@ func (d *Daemon) Config() sandbox.Config {
 		Catalog: catalogPort{d}, Launcher: launcher{d}, Snapshots: repository{d}, Keys: keys{d}, Builder: builder{d},
 		TemplatesDir: filepath.Join(d.w.Dir, "templates"),
 		Console:      func(name string) string { return filepath.Join(d.w.Dir, name+".log") },
+		NoIdle:       true, // tests that want it say so
 		StepTimeout:  10 * time.Second, RetryDelay: time.Millisecond, PoolDelay: time.Millisecond, CollectDelay: 5 * time.Millisecond,
 	}
 }

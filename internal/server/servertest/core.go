@@ -40,6 +40,7 @@ type Core struct {
 	sandboxes []*sandbox.Sandbox
 	templates map[string]sandbox.Template
 	wakes     int
+	sessions  int
 	n         int
 }
 
@@ -176,6 +177,67 @@ func (c *Core) Get(_ context.Context, id string) (sandbox.Sandbox, error) {
 	return c.with("Get", id, func(*sandbox.Sandbox) error { return nil })
 }
 
+// Inspect returns a sandbox, which is made to keep a process awake if it runs.
+func (c *Core) Inspect(ctx context.Context, id string) (sandbox.Sandbox, error) {
+	s, err := c.Get(ctx, id)
+	if err == nil && s.State == sandbox.StateRunning {
+		s.Activity = &sandbox.Activity{Open: 1, Idle: time.Second, KeepAwake: []guestapi.KeepAwake{{PID: 7, Command: "train"}}}
+	}
+	return s, err
+}
+
+// Hold adds a lease to a sandbox's, until its release.
+func (c *Core) Hold(_ context.Context, id string, l sandbox.Lease) (release func(), err error) {
+	l.Since = time.Now()
+	_, err = c.with("Hold", id, func(s *sandbox.Sandbox) error { s.Leases = append(slices.Clone(s.Leases), l); return nil })
+	if err != nil {
+		return nil, err
+	}
+	return func() { c.dropLease(id, func(o sandbox.Lease) bool { return o == l }) }, nil
+}
+
+func (c *Core) dropLease(id string, drop func(sandbox.Lease) bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if s := c.find(id); s != nil {
+		s.Leases = slices.DeleteFunc(slices.Clone(s.Leases), drop)
+	}
+}
+
+// SetHold adds a lease of the kind LeaseHold.
+func (c *Core) SetHold(ctx context.Context, id string, until time.Time, reason string) (sandbox.Sandbox, error) {
+	if _, err := c.Hold(ctx, id, sandbox.Lease{Kind: sandbox.LeaseHold, Owner: reason, Until: until}); err != nil {
+		return sandbox.Sandbox{}, err
+	}
+	return c.Get(ctx, id)
+}
+
+// ReleaseHold takes it away.
+func (c *Core) ReleaseHold(ctx context.Context, id string) (sandbox.Sandbox, error) {
+	c.dropLease(id, func(l sandbox.Lease) bool { return l.Kind == sandbox.LeaseHold })
+	return c.Get(ctx, id)
+}
+
+// Session counts the interactive sessions, of all sandboxes.
+func (c *Core) Session(id, kind string) (end func(), err error) {
+	_, err = c.with("Session", id, func(*sandbox.Sandbox) error { c.sessions++; return nil })
+	if err != nil {
+		return nil, err
+	}
+	return func() {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.sessions--
+	}, nil
+}
+
+// Sessions returns how many there are.
+func (c *Core) Sessions() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.sessions
+}
+
 // Update changes a sandbox's settings, unchecked.
 func (c *Core) Update(_ context.Context, id string, mutate func(*sandbox.Settings) error) (sandbox.Sandbox, error) {
 	return c.with("Update", id, func(s *sandbox.Sandbox) error {
@@ -218,7 +280,7 @@ func (c *Core) Hibernate(_ context.Context, id string, _ sandbox.HibernateOption
 		}
 		s.State = sandbox.StateStandby
 		s.Snapshot = &sandbox.Snapshot{ID: "snap1", Parent: "base1", CreatedAt: time.Now(), MemoryBytes: 2 << 30, DirtyBytes: 4 << 20, StoredBytes: 1 << 20}
-		s.LastHibernate = &sandbox.HibernateReport{TotalMS: 120, PauseMS: 40, Phases: map[string]float64{"freeze": 10, "write": 30}}
+		s.LastHibernate = &sandbox.HibernateReport{Trigger: sandbox.TriggerCall, TotalMS: 120, PauseMS: 40, Phases: map[string]float64{"freeze": 10, "write": 30}}
 		return nil
 	})
 }

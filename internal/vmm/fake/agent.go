@@ -38,6 +38,8 @@ func newAgent(m *Machine) *agent {
 	calls.HandleFunc("POST "+guestapi.InitPath, a.call(a.init))
 	calls.HandleFunc("POST "+guestapi.FreezePath, a.freeze)
 	calls.HandleFunc("POST "+guestapi.ThawPath, a.call(a.thaw))
+	calls.HandleFunc("POST "+guestapi.AwakePath, a.call(a.awake))
+	calls.HandleFunc("POST /keep-awake", a.call(a.keepAwake))
 	calls.HandleFunc("GET /{$}", a.call(func(g *guest, _ *http.Request) (any, error) { return "hello from " + g.Identity.ID, nil }))
 	calls.HandleFunc("GET /counter", a.call(a.counter))
 	calls.HandleFunc("GET /env", a.call(a.env))
@@ -226,6 +228,25 @@ func (a *agent) thaw(g *guest, r *http.Request) (any, error) {
 	}
 	g.thaw(req.Attempt)
 	return struct{}{}, nil
+}
+
+func (a *agent) awake(g *guest, r *http.Request) (any, error) {
+	if err := checkToken(g, r); err != nil {
+		return nil, err
+	}
+	return guestapi.AwakeResponse{Processes: g.KeepAwake}, nil
+}
+
+// keepAwake begins a process that holds the sandbox awake, or with an empty
+// command ends them all.
+func (a *agent) keepAwake(g *guest, r *http.Request) (any, error) {
+	command := r.URL.Query().Get("command")
+	if command == "" {
+		g.KeepAwake = nil
+		return nil, nil
+	}
+	g.KeepAwake = append(g.KeepAwake, guestapi.KeepAwake{PID: uint32(len(g.KeepAwake) + 100), Command: command})
+	return nil, nil
 }
 
 func (a *agent) counter(g *guest, _ *http.Request) (any, error) { return g.counter(), nil }

@@ -45,6 +45,8 @@ type guest struct {
 	Init          guestapi.InitRequest `json:"init"` // the last one; without entropy
 	Identity      guestapi.Identity    `json:"identity"`
 	PreviousToken string               `json:"previous_token"` // that the last Init came with
+
+	KeepAwake []guestapi.KeepAwake `json:"keep_awake,omitempty"` // "processes" that POST /keep-awake started
 }
 
 // advance brings the clocks of a running guest up to now.

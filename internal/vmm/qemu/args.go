@@ -15,6 +15,7 @@ const (
 	monitorFD = 3 + iota
 	consoleFD
 	networkFD
+	stateFD // of a machine that waits for a state
 )
 
 // Where devices sit on the PCI Express root bus. Fixed, so that an added device

@@ -32,6 +32,7 @@ type machine struct {
 	process   *os.Process
 	stderr    *tail
 	monitor   *monitor
+	state     *os.File    // that LoadState fills and QEMU reads; nil: it waits for none
 	migration chan string // statuses of the incoming migration, in order
 	exited    chan struct{}
 	exit      vmm.Exit // set before exited is closed
@@ -52,6 +53,7 @@ func newMachine(process *os.Process, stderr *tail, links links, config machineCo
 		machineConfig: config,
 		process:       process,
 		stderr:        stderr,
+		state:         links.state,
 		migration:     make(chan string, 16),
 		exited:        make(chan struct{}),
 	}
@@ -111,6 +113,9 @@ func (m *machine) supervise(ended <-chan error, printed <-chan struct{}, console
 	}
 	console.Close()
 	os.Remove(m.statePath)
+	if m.state != nil {
+		m.state.Close()
+	}
 
 	if failure == nil {
 		failure = errors.New("exit status 0")

@@ -214,3 +214,25 @@ func TestWrapCommand(t *testing.T) {
 		t.Errorf("the guest's clock is %s ahead", ahead)
 	}
 }
+
+// TestOrdersBetween gives orders where QEMU has the beginning of another.
+func TestOrdersBetween(t *testing.T) {
+	s := setup(t, Config{}, 1)
+	img := s.BootSnapshot(t)
+	rig := s.NewRig(t)
+	m := s.Start(t, rig)
+	rig.Fill(t, img)
+	ask := func(want string) {
+		t.Helper()
+		var state struct{ Status string }
+		check(t, m.(*machine).execute(t.Context(), "query-status", nil, &state))
+		if state.Status != want {
+			t.Errorf("QEMU is %s, want %s", state.Status, want)
+		}
+	}
+	ask("inmigrate")
+	check(t, m.LoadState(t.Context(), bytes.NewReader(img.State)))
+	ask("paused")
+	check(t, m.Run(t.Context()))
+	rig.Console.Wait(s.Context(t), t, 1)
+}

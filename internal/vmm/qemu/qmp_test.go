@@ -83,6 +83,43 @@ func TestMonitor(t *testing.T) {
 	}
 }
 
+// TestMonitorBegins sends a command in two parts, and takes one back.
+func TestMonitorBegins(t *testing.T) {
+	m, q, _ := newFakeQEMU(t)
+	received := func() string {
+		buffer := make([]byte, 1024)
+		n, err := q.Read(buffer)
+		check(t, err)
+		return string(buffer[:n])
+	}
+	load := map[string]string{"uri": "fd:6"}
+	check(t, m.begin("load", load))
+	first := received()
+	done := make(chan error, 1)
+	go func() { done <- m.execute(t.Context(), "load", load, nil) }()
+	rest := received()
+	if want := `{"execute":"load","arguments":{"uri":"fd:6"},"id":1}`; rest != "}" || first+rest != want {
+		t.Errorf("the monitor sent %q and %q, want %s", first, rest, want)
+	}
+	q.say(t, `{"return": {}, "id": 1}`)
+	check(t, <-done)
+
+	check(t, m.begin("cont", nil))
+	received()
+	go func() { done <- m.execute(t.Context(), "stop", nil, nil) }()
+	if got, want := received(), "\xff\n"+`{"execute":"stop","id":3}`; got != want {
+		t.Errorf("the monitor sent %q, want %q", got, want)
+	}
+	q.say(t, `{"error": {"class": "GenericError", "desc": "JSON parse error"}}`, `{"return": {}, "id": 3}`)
+	check(t, <-done)
+	go func() { done <- m.execute(t.Context(), "cont", nil, nil) }()
+	if got, want := received(), `{"execute":"cont","id":4}`; got != want {
+		t.Errorf("the monitor sent %q, want %q", got, want)
+	}
+	q.say(t, `{"return": {}, "id": 4}`)
+	check(t, <-done)
+}
+
 func TestMonitorSendsFile(t *testing.T) {
 	m, q, _ := newFakeQEMU(t)
 	path := filepath.Join(t.TempDir(), "file")

@@ -27,6 +27,11 @@ const (
 // Start implements vmm.Driver.
 func (d *Driver) Start(ctx context.Context, spec vmm.Spec) (vmm.Machine, error) {
 	m, err := d.start(ctx, spec, true)
+	if err == nil && m.incoming {
+		if err = m.expectState(); err != nil {
+			m.Close()
+		}
+	}
 	if err != nil {
 		return nil, fmt.Errorf("start QEMU: %w", err)
 	}
@@ -52,7 +57,7 @@ func (d *Driver) start(ctx context.Context, spec vmm.Spec, fromFile bool) (*mach
 	if err != nil {
 		return nil, err
 	}
-	links, err := connect(spec.NetSocket)
+	links, err := connect(spec)
 	if err != nil {
 		return nil, err
 	}
@@ -95,15 +100,17 @@ func (d *Driver) command(args []string, files []*os.File, stderr io.Writer) *exe
 }
 
 // links are the connections of a machine: our ends, and theirs in the order of
-// the descriptors that the command line names.
+// the descriptors that the command line names. state is an anonymous file that
+// both have open, for a machine that waits for a state.
 type links struct {
 	monitor, console *net.UnixConn
+	state            *os.File
 	theirs           []*os.File
 }
 
 // connect makes the connections, that of the network card to the socket at
-// netSocket.
-func connect(netSocket string) (l links, err error) {
+// spec.NetSocket.
+func connect(spec vmm.Spec) (l links, err error) {
 	defer func() {
 		if err != nil {
 			l.closeTheirs()
@@ -117,11 +124,23 @@ func connect(netSocket string) (l links, err error) {
 		}
 		*end, l.theirs = ours, append(l.theirs, theirs)
 	}
-	card, err := dialUnix(netSocket)
+	card, err := dialUnix(spec.NetSocket)
 	if err != nil {
-		return l, fmt.Errorf("connect the network card to %s: %w", netSocket, err)
+		return l, fmt.Errorf("connect the network card to %s: %w", spec.NetSocket, err)
 	}
 	l.theirs = append(l.theirs, card)
+	if spec.Boot != nil {
+		return l, nil
+	}
+	fd, err := unix.MemfdCreate("state", unix.MFD_CLOEXEC)
+	if err != nil {
+		return l, fmt.Errorf("make an anonymous file: %w", err)
+	}
+	l.state = os.NewFile(uintptr(fd), "state")
+	if fd, err = unix.FcntlInt(l.state.Fd(), unix.F_DUPFD_CLOEXEC, 0); err != nil {
+		return l, fmt.Errorf("duplicate a descriptor: %w", err)
+	}
+	l.theirs = append(l.theirs, os.NewFile(uintptr(fd), "state"))
 	return l, nil
 }
 
@@ -137,6 +156,9 @@ func (l *links) closeOurs() {
 		if c != nil {
 			c.Close()
 		}
+	}
+	if l.state != nil {
+		l.state.Close()
 	}
 }
 

@@ -6,11 +6,11 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"strconv"
 	"time"
 
 	"github.com/hibernacle/hibernacle/internal/page"
 	"github.com/hibernacle/hibernacle/internal/pager"
-	"golang.org/x/sys/unix"
 )
 
 const (
@@ -39,17 +39,14 @@ func (m *machine) loadState(ctx context.Context, r io.Reader) error {
 	if !fits {
 		return errors.New("the machine does not wait for one")
 	}
-	state, err := stateInMemory(r)
-	if err != nil {
+	if err := m.fillState(r); err != nil {
 		return err
 	}
-	defer state.Close()
-
 	ctx, cancel := context.WithTimeout(ctx, orderTime)
 	defer cancel()
 	// A QEMU that is stuck in a state cannot be asked to stop.
 	unwatch := context.AfterFunc(ctx, func() { m.abort("killed while it loaded a state: " + context.Cause(ctx).Error()) })
-	err = m.migrate(ctx, "migrate-incoming", state)
+	err := m.readState(ctx)
 	unwatch()
 	if ctx.Err() != nil {
 		return ctx.Err()
@@ -60,6 +57,31 @@ func (m *machine) loadState(ctx context.Context, r io.Reader) error {
 		m.mu.Unlock()
 	}
 	return err
+}
+
+// loadOrder are the arguments of the order to read the state from the file that
+// QEMU was started with.
+var loadOrder = map[string]string{"uri": "fd:" + strconv.Itoa(stateFD)}
+
+// expectState says to QEMU beforehand most of what LoadState will.
+func (m *machine) expectState() error {
+	return m.explain(m.monitor.begin("migrate-incoming", loadOrder))
+}
+
+// readState has QEMU read its state. While it does so it is told most of what
+// Run will say.
+func (m *machine) readState(ctx context.Context) error {
+	err := m.execute(ctx, "migrate-incoming", loadOrder, nil)
+	if err == nil {
+		err = m.explain(m.monitor.begin("cont", nil))
+	}
+	if err != nil {
+		return err
+	}
+	if err := m.migrated(ctx); err != nil {
+		return err
+	}
+	return m.state.Truncate(0) // QEMU needs it no more, and has closed it
 }
 
 // migrate has QEMU read ("migrate-incoming") or write ("migrate") an open file
@@ -73,6 +95,11 @@ func (m *machine) migrate(ctx context.Context, command string, file *os.File) er
 	if err := m.execute(ctx, command, map[string]string{"uri": "fd:" + name}, nil); err != nil {
 		return err
 	}
+	return m.migrated(ctx)
+}
+
+// migrated waits for the end of a migration.
+func (m *machine) migrated(ctx context.Context) error {
 	for {
 		select {
 		case status := <-m.migration:
@@ -102,26 +129,14 @@ func (m *machine) failure() error {
 	return m.ended()
 }
 
-// stateInMemory reads r to its end into an anonymous file, from which QEMU can
-// read without anybody feeding it.
-func stateInMemory(r io.Reader) (*os.File, error) {
-	fd, err := unix.MemfdCreate("state", unix.MFD_CLOEXEC)
-	if err != nil {
-		return nil, fmt.Errorf("make an anonymous file: %w", err)
-	}
-	f := os.NewFile(uintptr(fd), "state")
-	n, err := io.Copy(f, io.LimitReader(r, maxState+1))
+// fillState reads r to its end into the file that QEMU will read from, without
+// anybody feeding it. QEMU shares the file's offset, so that stays.
+func (m *machine) fillState(r io.Reader) error {
+	n, err := io.Copy(io.NewOffsetWriter(m.state, 0), io.LimitReader(r, maxState+1))
 	if err == nil && n > maxState {
 		err = fmt.Errorf("it is longer than %d bytes", maxState)
 	}
-	if err == nil {
-		_, err = f.Seek(0, io.SeekStart)
-	}
-	if err != nil {
-		f.Close()
-		return nil, err
-	}
-	return f, nil
+	return err
 }
 
 // SaveState implements vmm.Machine.
