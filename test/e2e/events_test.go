@@ -86,7 +86,7 @@ func TestLifeIsTold(t *testing.T) {
 	defer endpoint.Close()
 	hook := d.Hib("webhook", "add", endpoint.URL, "--secret", secret)
 
-	first := d.Create("--memory", "512") // so that there is an event to begin behind
+	first := d.Create("--memory", "512", "--idle-timeout", "never") // so that there is an event to begin behind
 	hibtest.Eventually(t, "the first one was posted", func() bool { return slices.Contains(posted.types(first), "created") })
 	after := posted.last
 	ctx, stop := context.WithCancel(t.Context())
@@ -109,6 +109,7 @@ func TestLifeIsTold(t *testing.T) {
 	id := d.Create("--memory", "512", "--idle-timeout", "never")
 	d.Shell(id, "head -c 4000000 /dev/urandom > blob")
 	d.Hib("hibernate", id)
+	hibtest.Eventually(t, "it was told", func() bool { return slices.Contains(followed.types(id), "hibernated") })
 	d.Kill()
 	d.Run()
 	d.Shell(id, "true") // wakes it
