@@ -60,13 +60,17 @@ type Schedule struct {
 }
 
 // Egress is what a sandbox may reach. Without rules it may reach public
-// addresses, and neither the host nor private ranges nor other sandboxes.
+// addresses, and neither the host nor private ranges nor other sandboxes. A rule
+// is "CIDR[:PORT]" or "DOMAIN[:PORT]", where a domain is "example.com" alone,
+// "*.example.com" for every name below, or "*" for everything. docs/network.md
+// says how rules are weighed.
 type Egress struct {
 	Profile string `json:"profile,omitempty"` // EgressInternet (default), EgressNone or EgressAllowList
-	// Allow opens what is closed otherwise: "CIDR[:PORT]", or "host:PORT" for a
-	// port of the host's own loopback, reached in the guest as host.hib.internal.
+	// Allow opens what is closed otherwise. It takes "host:PORT", too, for a port of
+	// the host's own loopback, reached in the guest as host.hib.internal.
 	Allow []string `json:"allow,omitempty"`
-	// Deny closes what is open otherwise: "CIDR[:PORT]". It wins over Allow.
+	// Deny closes what is open otherwise. It wins over rules of Allow that are not
+	// more specific.
 	Deny []string `json:"deny,omitempty"`
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"os"
 	"strings"
 
@@ -17,6 +18,7 @@ type serveOptions struct {
 	guestMemory  string
 	parkedMemory string
 	localBudget  string
+	dns          []string
 	logFormat    string
 	logLevel     string
 }
@@ -50,6 +52,7 @@ set: credentials that may only read.`,
 	f.StringVar(&o.config.Store, "store", "", "`URL` of an S3-compatible store that snapshots are replicated to: s3://BUCKET/PREFIX?endpoint=https://HOST&region=REGION (default: none)")
 	f.StringVar(&o.localBudget, "local-budget", "0", "`SIZE` that packs may take up on the local disk, such as 200G; what was not used for longest stays in --store only (0: no limit)")
 	f.BoolVar(&o.config.MetricsOpen, "metrics-open", false, "serve /metrics to those without the key, too")
+	f.StringArrayVar(&o.dns, "dns", nil, "`ADDRESS` of a DNS server that answers sandboxes, may be repeated (default: those of the host's /etc/resolv.conf)")
 	f.StringVar(&o.logFormat, "log-format", daemon.LogText, "text or json")
 	f.StringVar(&o.logLevel, "log-level", "info", "debug, info, warn or error")
 	return cmd
@@ -74,6 +77,9 @@ func runServe(ctx context.Context, a *app, o serveOptions) error {
 	if c.LocalBudget, err = parseSize(o.localBudget); err != nil {
 		return usagef("--local-budget %q: it must be a size such as 200G or 512M, or 0", o.localBudget)
 	}
+	if c.Resolvers, err = resolvers(o.dns); err != nil {
+		return err
+	}
 	c.Log, c.Version = log, a.Version
 	if c.Data, err = a.data(); err != nil {
 		return err
@@ -83,6 +89,23 @@ func runServe(ctx context.Context, a *app, o serveOptions) error {
 		return fmt.Errorf("find this program: %w", err)
 	}
 	return daemon.Run(ctx, c, func(s daemon.Started) { a.announce(s) })
+}
+
+// resolvers reads the flag dns.
+func resolvers(flags []string) ([]string, error) {
+	var servers []string
+	for _, text := range flags {
+		server, err := netip.ParseAddrPort(text)
+		if err != nil {
+			addr, err := netip.ParseAddr(text)
+			if err != nil {
+				return nil, usagef("--dns %q: it must be an IP address, or one with a port, such as 10.0.0.53 or 127.0.0.1:5353", text)
+			}
+			server = netip.AddrPortFrom(addr, 53)
+		}
+		servers = append(servers, server.String())
+	}
+	return servers, nil
 }
 
 // guestMemory reads the flag of that name.

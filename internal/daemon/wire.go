@@ -100,7 +100,7 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 		Catalog: cat,
 		Launcher: launcher{&shim.Launcher{
 			Binary: c.Program, RunDir: f.Run, Store: f.Store, Account: credential(a),
-			Driver: driverConfig, FullCapture: probe != nil, Remote: read,
+			Driver: driverConfig, FullCapture: probe != nil, Resolvers: c.Resolvers, Remote: read,
 		}},
 		Snapshots:    sandbox.FromRepository(snapshots, store),
 		Tier:         replicas,
@@ -114,7 +114,7 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 		GuestMemory:  guests, HibernateShare: c.DiskReserve,
 		Pool: c.Pool, ParkedMemory: parked, Pressure: pressure.watch, LowMemory: pressure.isLow,
 		CheckEgress: func(e sandbox.Egress) error {
-			_, err := vnet.ParsePolicy(e.Allow, e.Deny)
+			_, err := vnet.ParsePolicy(e.Profile, e.Allow, e.Deny)
 			return err
 		},
 		Events: seen.sink(c.Log),

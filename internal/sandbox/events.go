@@ -66,10 +66,11 @@ type Event struct {
 	Action     Action
 }
 
-// Denied is an outbound flow that the egress policy stopped.
+// Denied is an outbound flow or a question for a name that the egress policy
+// stopped.
 type Denied struct {
-	Proto string `json:"proto"` // "tcp", "udp" or "dns"
-	Addr  string `json:"addr"`  // IP address, "" of a name that was not looked up
+	Proto string `json:"proto"` // "tcp", "udp" or "dns"; "other" for those that were too many to be told one by one
+	Addr  string `json:"addr"`  // IP address; "" of a name that was not looked up
 	Port  int    `json:"port"`
 	Name  string `json:"name,omitempty"` // that was asked for, where it is known
 	Count int64  `json:"count"`          // so many alike since the last report
@@ -77,7 +78,8 @@ type Denied struct {
 
 // Events is called at what happens, for logs, metrics and the stream of
 // events. A field may be nil. The functions are called by the operation that
-// they tell of, hold it up while they run, and must not call the Core.
+// they tell of (EventDenied by what watches the machine), hold it up while they
+// run, and must not call the Core.
 type Events struct {
 	OnEvent   func(Event)
 	OnCollect func(deleted snapshot.Collected, err error)
@@ -88,7 +90,13 @@ type Events struct {
 func LogEvents(log *slog.Logger) Events {
 	return Events{
 		OnEvent: func(ev Event) {
-			if ev.Type != EventState {
+			switch ev.Type {
+			case EventState:
+			case EventDenied:
+				log.Debug("event", keySandbox, ev.Sandbox, "type", ev.Type, "proto", ev.Denied.Proto, "addr", ev.Denied.Addr,
+					"port", ev.Denied.Port, "name", ev.Denied.Name, "count", ev.Denied.Count)
+				return
+			default:
 				log.Debug("event", keySandbox, ev.Sandbox, "type", ev.Type, "reason", ev.Reason, "by", ev.By)
 				return
 			}

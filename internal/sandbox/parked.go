@@ -23,6 +23,9 @@ func (c *Core) park(ctx context.Context, e *entry) bool {
 	if c.cfg.ParkedMemory <= 0 || e.vm == nil || c.cfg.LowMemory != nil && c.cfg.LowMemory() {
 		return false
 	}
+	if e.vm.Handle().Protocol < shim.ProtocolVersion {
+		return false // it may not understand the egress policy that it would go on under
+	}
 	ctx, cancel := c.short(ctx)
 	defer cancel()
 	report, err := e.vm.Park(ctx, shim.ParkRequest{Attempt: e.rec.Metadata.Attempt})

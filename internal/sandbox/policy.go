@@ -344,5 +344,8 @@ func checkExpiry(old, next Policy) error {
 // applyPolicy lets the policy that is recorded rule what runs. old is the one
 // before.
 func (c *Core) applyPolicy(ctx context.Context, e *entry, old Policy) error {
+	if e.rec.State == StateRunning && !reflect.DeepEqual(old.Egress, e.rec.Policy.Egress) {
+		return c.changeEgress(ctx, e)
+	}
 	return nil
 }

@@ -72,12 +72,17 @@ type VM interface {
 	Park(ctx context.Context, req shim.ParkRequest) (shim.ParkReport, error)
 	Unpark(ctx context.Context, req shim.UnparkRequest) (shim.StartReport, error)
 
+	// SetEgress puts an egress policy in force, for open connections too: ErrUnknown
+	// of package shim where the shim is too old, its CodeInvalid where it cannot
+	// read the policy; then the one before stays in force.
+	SetEgress(ctx context.Context, req shim.EgressRequest) error
+
 	// Release ends the shim and its VMM and waits until they are gone. Idempotent.
 	Release(ctx context.Context) error
 	Dial(ctx context.Context, port int) (net.Conn, error)
 
 	// Watch calls fn with the present status first and then at each change of
-	// phase, until ctx ends, the shim ends (shim.ErrGone) or the connection breaks.
+	// phase and with what the egress policy denied, until ctx ends, the shim ends (shim.ErrGone) or the connection breaks.
 	Watch(ctx context.Context, fn func(shim.Event)) error
 
 	// Close lets go of the connection and leaves the shim as it is.

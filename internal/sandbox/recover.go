@@ -233,16 +233,20 @@ func (c *Core) recoverRunning(ctx context.Context, e *entry) error {
 			return c.goBack(whole, e, exitReason(st))
 		}
 		return c.fail(ctx, e, exitReason(st))
-	case shim.PhaseCapturing, shim.PhaseSealed:
+	case shim.PhaseCapturing, shim.PhaseSealed, shim.PhaseRunning:
+	default:
+		return c.fail(ctx, e, fmt.Sprintf("its shim lost it: it is %s", st.Phase))
+	}
+	if err := c.recoverEgress(ctx, e); err != nil {
+		return err
+	}
+	if st.Phase != shim.PhaseRunning {
 		if err := c.thaw(ctx, e, st.Attempt); err != nil {
 			return err
 		}
 		if e.rec.State != StateRunning {
 			return nil // it ended instead
 		}
-	case shim.PhaseRunning:
-	default:
-		return c.fail(ctx, e, fmt.Sprintf("its shim lost it: it is %s", st.Phase))
 	}
 	c.watch(e, vm)
 	return nil

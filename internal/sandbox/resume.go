@@ -350,7 +350,8 @@ func (c *Core) runSnapshot(ctx context.Context, e *entry, req startRequest, art 
 
 // attachment returns what a machine gets when it becomes the sandbox's.
 func (c *Core) attachment(r *record) shim.Attach {
-	return shim.Attach{Console: c.cfg.Console(r.ID), Allow: r.Policy.Egress.Allow, Deny: r.Policy.Egress.Deny}
+	g := r.Policy.Egress
+	return shim.Attach{Console: c.cfg.Console(r.ID), Profile: g.Profile, Allow: g.Allow, Deny: g.Deny}
 }
 
 // key returns the compatibility key of a machine of a template.

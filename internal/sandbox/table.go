@@ -62,7 +62,7 @@ func allowed(from, to State) bool {
 // after a step whose outcome it could not learn. recoverSandbox does it.
 var Recovery = map[State]string{
 	StateCreating:    "end its shim and remove it: its creation was never acknowledged",
-	StateRunning:     "adopt its shim, thaw a capture that was left behind, and watch it; if the shim is dead or its machine stopped: failed, or back to its last snapshot",
+	StateRunning:     "adopt its shim, put its egress policy in force, thaw a capture that was left behind, and watch it; if the shim is dead or its machine stopped: failed, or back to its last snapshot",
 	StateHibernating: "adopt its shim: sealed → commit, standby; unsealed → running, thaw; dead → commit the pending snapshot if it is whole, else failed",
 	StateStandby:     "keep a shim that holds exactly this snapshot as parked, if it may; end any other that is left",
 	StateResuming:    "end its shim, back to where it came from: standby, or failed",

@@ -27,7 +27,10 @@ func (c *Core) watch(e *entry, vm VM) {
 		defer stop()
 		for {
 			err := vm.Watch(ctx, func(ev shim.Event) {
-				if ev.Status.Phase == shim.PhaseStopped {
+				switch {
+				case ev.Denied != nil:
+					c.denied(e, *ev.Denied)
+				case ev.Status.Phase == shim.PhaseStopped:
 					c.look(ctx, e, vm)
 				}
 			})

@@ -117,6 +117,12 @@ func (c *Client) Activity(ctx context.Context, req ActivityRequest) (Activity, e
 	return a, c.added(ctx, "activity", req, &a)
 }
 
+// SetEgress puts an egress policy in force: ErrUnknown (wrapped) if the shim is
+// too old to know. After an error of code CodeInvalid the one before still is.
+func (c *Client) SetEgress(ctx context.Context, req EgressRequest) error {
+	return c.added(ctx, "egress", req, &struct{}{})
+}
+
 // added gives an order that came with version 2 of the protocol or later.
 func (c *Client) added(ctx context.Context, name string, in, out any) error {
 	if c.handle.Protocol < 2 {

@@ -30,9 +30,10 @@ type Config struct {
 	Dir         string       `json:"dir"`   // private folder of this machine; holds the socket
 	Store       string       `json:"store"` // folder of the snapshot store
 	Driver      DriverConfig `json:"driver"`
-	Account     *Credential  `json:"account"`      // to change to once the pager is mounted; nil: stay
-	FullCapture bool         `json:"full_capture"` // the kernel does not report dirty pages rightly: save every page
-	Remote      *s3.Config   `json:"remote"`       // store of what is not in Store any more, with credentials that need not write; nil: there is none
+	Account     *Credential  `json:"account"`             // to change to once the pager is mounted; nil: stay
+	FullCapture bool         `json:"full_capture"`        // the kernel does not report dirty pages rightly: save every page
+	Resolvers   []string     `json:"resolvers,omitempty"` // DNS servers ("address:port") that answer the guest; none: those of the host
+	Remote      *s3.Config   `json:"remote"`              // store of what is not in Store any more, with credentials that need not write; nil: there is none
 }
 
 // DriverConfig chooses and sets up the VMM driver.
@@ -76,6 +77,7 @@ type host struct {
 	advice string             // what is wrong with the snapshot's working set
 
 	workset workset
+	denials *denials
 
 	mu      sync.Mutex
 	machine vmm.Machine   // written once, by an order; orders read it without mu
@@ -101,7 +103,7 @@ type host struct {
 func newHost(cfg Config, driver vmm.Driver, log *slog.Logger, limits limits, remote *remote) (*host, error) {
 	h := &host{
 		cfg: cfg, driver: driver, log: log, limits: limits, remote: remote,
-		order: make(chan struct{}, 1), console: &console{}, phase: PhaseIdle,
+		order: make(chan struct{}, 1), console: &console{}, denials: newDenials(), phase: PhaseIdle,
 		changed: make(chan struct{}), exited: make(chan struct{}), ended: make(chan struct{}), cut: make(chan struct{}),
 	}
 	h.order <- struct{}{}
@@ -388,7 +390,10 @@ func (h *host) prepare(ctx context.Context, req PrepareRequest) error {
 			return err
 		}
 	}
-	network, err := vnet.New(vnet.Config{Log: h.log})
+	network, err := vnet.New(vnet.Config{
+		Policy: vnet.Policy{Profile: vnet.ProfileNone}, // until attach
+		Log:    h.log, OnDenied: h.denials.add, Resolvers: h.cfg.Resolvers,
+	})
 	if err != nil {
 		return err
 	}

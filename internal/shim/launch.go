@@ -47,6 +47,7 @@ type Launcher struct {
 	Account     *Credential // that shims change to; nil: that of this process
 	Driver      DriverConfig
 	FullCapture bool
+	Resolvers   []string   // DNS servers ("address:port") that answer guests; none: those of the host
 	Remote      *s3.Config // what shims read from the remote store with; nil: there is none
 }
 
@@ -65,7 +66,7 @@ func (l *Launcher) Launch(ctx context.Context, vm string) (*Client, error) {
 }
 
 func (l *Launcher) launch(ctx context.Context, vm, dir string) (*Client, error) {
-	cfg := Config{VM: vm, Dir: dir, Store: l.Store, Driver: l.Driver, Account: l.Account, FullCapture: l.FullCapture, Remote: l.Remote}
+	cfg := Config{VM: vm, Dir: dir, Store: l.Store, Driver: l.Driver, Account: l.Account, FullCapture: l.FullCapture, Resolvers: l.Resolvers, Remote: l.Remote}
 	text, err := json.Marshal(cfg)
 	if err != nil {
 		return nil, err

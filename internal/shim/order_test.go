@@ -82,6 +82,10 @@ func TestOrdersFitPhases(t *testing.T) {
 			return err
 		}, map[string]string{
 			"idle": CodeInvalid, "to boot": CodeInvalid, "prepared": CodeInvalid, "running": ok, "sealed": CodeInvalid, "stopped": CodeStopped}},
+		{"egress", func(r *rig, _ snapshot.Ref) error {
+			return r.client.SetEgress(context.Background(), EgressRequest{Profile: "none"})
+		}, map[string]string{
+			"idle": CodeInvalid, "to boot": CodeInvalid, "prepared": CodeInvalid, "running": ok, "sealed": ok, "stopped": CodeStopped}},
 		{"dial", func(r *rig, _ snapshot.Ref) error {
 			c, err := r.client.Dial(context.Background(), 7)
 			if err == nil {

@@ -92,7 +92,8 @@ type PrepareRequest struct {
 // before the guest's first instruction.
 type Attach struct {
 	Console string   `json:"console"` // file that takes what the guest prints; "" drops it
-	Allow   []string `json:"allow"`   // egress rules, see vnet.ParsePolicy
+	Profile string   `json:"profile"` // of the egress policy, see vnet.ParsePolicy; "" is vnet.ProfileInternet
+	Allow   []string `json:"allow"`   // its rules
 	Deny    []string `json:"deny"`
 }
 
@@ -197,9 +198,11 @@ type ThawRequest struct {
 	Attempt uint64 `json:"attempt"`
 }
 
-// Event is something that the shim noticed by itself.
+// Event is something that the shim noticed by itself: a change of phase, or
+// what the guest was denied.
 type Event struct {
-	Status Status `json:"status"` // a full status at each change of phase
+	Status Status  `json:"status"`           // a full one
+	Denied *Denied `json:"denied,omitempty"` // nil for a change of phase
 }
 
 // Error is the body of an answer that is no success.

@@ -168,6 +168,7 @@ func (h *host) handler() http.Handler {
 	mux.HandleFunc("POST /v1/park", order(h.park))
 	mux.HandleFunc("POST /v1/unpark", order(h.unpark))
 	mux.HandleFunc("POST /v1/activity", order(h.activity))
+	mux.HandleFunc("POST /v1/egress", order(h.egress))
 	mux.HandleFunc("POST /v1/release", order(func(ctx context.Context, _ struct{}) (struct{}, error) {
 		h.workset.learn(ctx) // a short life teaches, too
 		h.end()
@@ -213,18 +214,36 @@ func writeJSON(w http.ResponseWriter, v any) {
 	_ = json.NewEncoder(w).Encode(v) // the caller is gone: nobody to tell
 }
 
-// serveEvents sends the status now and at each change.
+// serveEvents sends the status now and at each change, and what the guest was
+// denied, at most once in denialPause.
 func (h *host) serveEvents(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Content-Type", "application/x-ndjson")
-	flush := http.NewResponseController(w).Flush
 	enc := json.NewEncoder(w)
-	for {
-		s, changed := h.status()
-		if enc.Encode(Event{Status: s}) != nil || flush() != nil {
-			return
+	send := func(events ...Event) error {
+		for _, e := range events {
+			if err := enc.Encode(e); err != nil {
+				return err
+			}
 		}
+		return http.NewResponseController(w).Flush()
+	}
+	denied, rested := h.denials.wake, (<-chan time.Time)(nil)
+	s, changed := h.status()
+	err := send(Event{Status: s})
+	for err == nil {
 		select {
 		case <-changed:
+			s, changed = h.status()
+			err = send(Event{Status: s})
+		case <-denied:
+			var events []Event
+			for _, d := range h.denials.take() {
+				events = append(events, Event{Status: s, Denied: &d})
+			}
+			err = send(events...)
+			denied, rested = nil, time.After(denialPause)
+		case <-rested:
+			denied = h.denials.wake
 		case <-h.ended:
 			return
 		case <-r.Context().Done():

@@ -12,7 +12,6 @@ import (
 	"github.com/hibernacle/hibernacle/internal/guestapi"
 	"github.com/hibernacle/hibernacle/internal/page"
 	"github.com/hibernacle/hibernacle/internal/vmm"
-	"github.com/hibernacle/hibernacle/internal/vnet"
 )
 
 // limits say how long a guest may take: bounds against hanging.
@@ -48,9 +47,9 @@ func (s *stopwatch) lap(name string) {
 
 // attach gives the machine its console file and its egress policy.
 func (h *host) attach(a Attach) error {
-	policy, err := vnet.ParsePolicy(a.Allow, a.Deny)
+	policy, err := egressPolicy(EgressRequest{Profile: a.Profile, Allow: a.Allow, Deny: a.Deny})
 	if err != nil {
-		return errorf(CodeInvalid, "egress policy: %v", err)
+		return err
 	}
 	h.net.SetPolicy(policy)
 	return h.console.attach(a.Console)

@@ -31,12 +31,19 @@ const (
 
 var dnsAddrPort = netip.AddrPortFrom(netip.MustParseAddr(GatewayIP), dnsPort)
 
+// nameRules says what the resolver may do.
+type nameRules interface {
+	permitsName(name string) bool // whether a question for the name may leave
+	learn(r resolution) bool      // takes an answer in; false: the guest must not see it
+	refused(name string)          // is told of questions that were refused
+}
+
 // resolver is the gateway's DNS server. It reads questions from the guest by
 // UDP, and by TCP from the connections that it is given.
 type resolver struct {
 	log      *slog.Logger
 	upstream upstream
-	permits  func() bool // whether the policy lets questions leave
+	rules    nameRules
 	limiter  *rate.Limiter
 	slots    chan struct{} // one for each question by UDP that is at work
 
@@ -46,7 +53,7 @@ type resolver struct {
 }
 
 // newResolver returns a resolver that listens at the gateway's address.
-func newResolver(s *stack.Stack, log *slog.Logger, servers []string, permits func() bool) (*resolver, error) {
+func newResolver(s *stack.Stack, log *slog.Logger, servers []string, rules nameRules) (*resolver, error) {
 	local := tcpip.FullAddress{NIC: nicID, Addr: gatewayAddress, Port: dnsPort}
 	udp, err := gonet.DialUDP(s, &local, nil, ipv4.ProtocolNumber)
 	if err != nil {
@@ -55,7 +62,7 @@ func newResolver(s *stack.Stack, log *slog.Logger, servers []string, permits fun
 	r := &resolver{
 		log:      log,
 		upstream: upstream{servers: servers},
-		permits:  permits,
+		rules:    rules,
 		limiter:  rate.NewLimiter(dnsRate, dnsBurst),
 		slots:    make(chan struct{}, dnsQuestions),
 		udp:      udp,
@@ -159,13 +166,19 @@ func (r *resolver) answer(ctx context.Context, query *dns.Msg) *dns.Msg {
 	case answerOwn(reply, q):
 	case q.Qclass != dns.ClassINET, q.Qtype == dns.TypeANY, q.Qtype == dns.TypeAXFR, q.Qtype == dns.TypeIXFR:
 		reply.Rcode = dns.RcodeRefused
-	case !r.permits():
-		reply.Rcode = dns.RcodeRefused
+	case !r.rules.permitsName(canonical(q.Name)):
+		r.refuse(reply, q)
 	case q.Qtype == dns.TypeAAAA: // no IPv6: the name may exist, it has no such address
 	default:
 		r.forward(ctx, reply, query)
 	}
 	return reply
+}
+
+// refuse answers a question that the policy does not permit.
+func (r *resolver) refuse(reply *dns.Msg, q dns.Question) {
+	reply.Rcode = dns.RcodeRefused
+	r.rules.refused(canonical(q.Name))
 }
 
 // forward has the host's resolvers answer.
@@ -176,6 +189,11 @@ func (r *resolver) forward(ctx context.Context, reply, query *dns.Msg) {
 			r.log.Debug("a question of the guest stays unanswered", "error", err)
 		}
 		reply.Rcode = dns.RcodeServerFailure
+		return
+	}
+	q := query.Question[0]
+	if !r.rules.learn(resolve(q, got.Answer)) {
+		r.refuse(reply, q)
 		return
 	}
 	reply.Rcode = got.Rcode

@@ -3,6 +3,7 @@ package vnet
 import (
 	"errors"
 	"net/netip"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -46,6 +47,7 @@ var (
 type flow struct {
 	kind     flowKind
 	seen     netip.AddrPort // that the guest dials
+	names    []string       // that its address was answered for when the flow was admitted
 	lastUsed atomic.Int64   // UDP: unix nanoseconds of the last datagram
 	usage    usage
 
@@ -78,12 +80,14 @@ func (fl *flow) abort() {
 	}
 }
 
-// flows is the table of open flows and the policy that rules them.
+// flows is the table of open flows, the policy that rules them, and the names
+// that the policy may need for that.
 type flows struct {
 	isHost func(netip.Addr) bool
 
 	mu     sync.Mutex
 	policy Policy
+	bound  bindings
 	open   map[*flow]struct{}
 	counts [flowKinds]int
 	closed bool
@@ -92,7 +96,7 @@ type flows struct {
 }
 
 func newFlows(p Policy, isHost func(netip.Addr) bool) *flows {
-	return &flows{isHost: isHost, policy: p, open: make(map[*flow]struct{})}
+	return &flows{isHost: isHost, policy: p, bound: newBindings(), open: make(map[*flow]struct{})}
 }
 
 // admit opens an outbound flow if the policy and the bounds permit it. Policy
@@ -107,10 +111,11 @@ func (t *flows) admit(kind flowKind, seen netip.AddrPort) (*flow, error) {
 	}()
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	names := t.bound.names(seen.Addr(), time.Now())
 	switch count := t.counts[kind]; {
 	case t.closed:
 		return nil, ErrClosed
-	case kind != flowDNS && !t.policy.permits(seen, t.isHost):
+	case kind != flowDNS && !t.policy.permits(seen, names, t.isHost):
 		return nil, errDenied
 	case kind == flowTCP && count >= maxTCPFlows, kind == flowDNS && count >= maxDNSFlows:
 		return nil, errTooMany
@@ -118,7 +123,7 @@ func (t *flows) admit(kind flowKind, seen netip.AddrPort) (*flow, error) {
 		idlest = t.idlestUDP()
 		t.forget(idlest)
 	}
-	fl := &flow{kind: kind, seen: seen}
+	fl := &flow{kind: kind, seen: seen, names: names}
 	fl.usage.begin()
 	fl.lastUsed.Store(time.Now().UnixNano())
 	t.add(fl)
@@ -184,14 +189,48 @@ func (t *flows) currentPolicy() Policy {
 	return t.policy
 }
 
-func (t *flows) permitsDNS() bool { return t.currentPolicy().permitsDNS() }
+func (t *flows) permitsName(name string) bool { return t.currentPolicy().permitsName(name) }
 
+// learn binds what an answer says, before the guest sees the answer. It returns
+// false if the guest must not: the policy closes the name by now, or one that it
+// stands for.
+func (t *flows) learn(r resolution) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if !t.policy.permitsName(r.name) || slices.ContainsFunc(r.chain, t.policy.closesName) {
+		return false
+	}
+	t.bound.add(r.name, r.addrs, r.ttl, time.Now())
+	return true
+}
+
+// nameOf returns the name that an address was answered for last, "" if none.
+func (t *flows) nameOf(addr netip.Addr) string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if names := t.bound.names(addr, time.Now()); len(names) > 0 {
+		return names[0]
+	}
+	return ""
+}
+
+// setPolicy aborts the flows that the policy does not permit. A flow keeps the
+// names that it was admitted with, however old they are by now.
 func (t *flows) setPolicy(p Policy) {
 	t.mu.Lock()
 	t.policy = p
 	var denied []*flow
 	for fl := range t.open {
-		if fl.outbound() && !p.permits(fl.seen, t.isHost) {
+		if !fl.outbound() {
+			continue
+		}
+		names := t.bound.names(fl.seen.Addr(), time.Now())
+		for _, name := range fl.names {
+			if !slices.Contains(names, name) {
+				names = append(names, name)
+			}
+		}
+		if !p.permits(fl.seen, names, t.isHost) {
 			denied = append(denied, fl)
 		}
 	}

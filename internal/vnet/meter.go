@@ -1,12 +1,9 @@
 package vnet
 
 import (
-	"net/netip"
 	"sync"
 	"sync/atomic"
 	"time"
-
-	"golang.org/x/time/rate"
 )
 
 // Activity says how busy a network is, for the judgement whether its sandbox is
@@ -181,23 +178,4 @@ func (u *usage) awaits(limit time.Duration) time.Duration {
 		return 0
 	}
 	return limit - since(u.asked)
-}
-
-// Denials are reported at this rate, with bursts of twice as many.
-const denialsPerSecond = 10
-
-// denials reports denied flows, not faster than a log can take.
-type denials struct {
-	report  func(Denied)
-	limiter *rate.Limiter
-}
-
-func newDenials(report func(Denied)) denials {
-	return denials{report: report, limiter: rate.NewLimiter(denialsPerSecond, 2*denialsPerSecond)}
-}
-
-func (d denials) add(kind flowKind, a netip.AddrPort) {
-	if d.report != nil && d.limiter.Allow() {
-		d.report(Denied{Proto: kind.network(), Addr: a})
-	}
 }

@@ -1,59 +1,42 @@
 package vnet
 
 import (
-	"errors"
 	"fmt"
 	"net/netip"
-	"strconv"
-	"strings"
+	"slices"
 )
 
-// MaxRules is how many rules each list of a policy may have.
-const MaxRules = 1024
+// Profile is what a policy permits before its rules are looked at.
+type Profile string
 
-// ErrRule is wrapped by the errors of ParsePolicy.
-var ErrRule = errors.New("bad egress rule")
+// The profiles. The empty one is ProfileInternet.
+const (
+	ProfileInternet  Profile = "internet"   // public addresses
+	ProfileNone      Profile = "none"       // nothing at all, whatever the rules say
+	ProfileAllowList Profile = "allow-list" // what Allow rules name
+)
 
-// Rule matches addresses that outbound flows go to.
-type Rule struct {
-	// Host is set for a rule of the form "host:PORT", which means that port of
-	// the host's own loopback. Prefix is then that address.
-	Host   bool
-	Prefix netip.Prefix
-	Port   uint16 // 0: every port
-}
-
-// String returns the rule as ParsePolicy takes it.
-func (r Rule) String() string {
-	switch {
-	case r.Host:
-		return fmt.Sprintf("host:%d", r.Port)
-	case r.Port == 0:
-		return r.Prefix.String()
-	case r.Prefix.Addr().Is6():
-		return fmt.Sprintf("[%s]:%d", r.Prefix, r.Port)
-	default:
-		return fmt.Sprintf("%s:%d", r.Prefix, r.Port)
-	}
-}
-
-func (r Rule) matches(a netip.AddrPort) bool {
-	return (r.Port == 0 || r.Port == a.Port()) && r.Prefix.Contains(a.Addr())
-}
-
-// Policy says which addresses a sandbox may open flows to. The zero Policy
-// permits the public internet alone: it denies loopback, the host's own
-// addresses, link-local (cloud metadata), private, shared, benchmark and
-// reserved ranges, multicast and broadcast.
+// Policy says what a sandbox may open flows to, and which names its resolver
+// answers. The zero Policy permits the public internet alone: it denies loopback,
+// the host's own addresses, link-local (cloud metadata), private, shared,
+// benchmark and reserved ranges, multicast and broadcast.
 //
-// Allow opens what that default denies, Deny closes what is open, and wins over
-// Allow. What leads to the host itself or to its link is opened only by a rule
-// made for it, never by a wide one: loopback by "host:PORT" or a prefix within
-// 127.0.0.0/8, an address of the host by a /32, link-local by a prefix within
-// 169.254.0.0/16. Nothing opens multicast, broadcast, 0.0.0.0/8 and Subnet.
+// Allow opens what the profile leaves closed, Deny closes what is open. Where
+// rules of both match, Deny wins, unless an Allow rule is more specific than each
+// Deny rule that matches: in its target or in its port, and in neither less.
+// Everything and 0.0.0.0/0 are the least specific targets, then names, the longer
+// the more specific, then prefixes, likewise; a port is more specific than none.
+//
+// A rule by a name matches the addresses that the gateway's resolver answered for
+// that name. It opens public addresses alone, as Everything does. What leads to
+// the host itself or to its link is opened only by a rule made for it, never by a
+// wide one: loopback by "host:PORT" or a prefix within 127.0.0.0/8, an address
+// of the host by a /32, link-local by a prefix within 169.254.0.0/16. Nothing opens
+// multicast, broadcast, 0.0.0.0/8 and Subnet.
 type Policy struct {
-	Allow []Rule
-	Deny  []Rule
+	Profile Profile
+	Allow   []Rule
+	Deny    []Rule
 }
 
 // Ranges that are not the public internet. The order is of no consequence.
@@ -85,11 +68,19 @@ var (
 	}
 )
 
-// ParsePolicy makes a policy of rules in text. An allow rule is "CIDR[:PORT]" or
-// "host:PORT", a deny rule "CIDR[:PORT]"; a bare address means that address
-// alone. The error names the rule, says what is wrong, and wraps ErrRule.
-func ParsePolicy(allow, deny []string) (Policy, error) {
-	var p Policy
+// ParsePolicy makes a policy of a profile and rules in text. An allow rule is
+// "CIDR[:PORT]", "DOMAIN[:PORT]" or "host:PORT", a deny rule one of the first two;
+// a bare address means that address alone, and a DOMAIN is what Rule.Domain says.
+// The error names what is wrong and wraps ErrRule.
+func ParsePolicy(profile string, allow, deny []string) (Policy, error) {
+	p := Policy{Profile: Profile(profile)}
+	switch p.Profile {
+	case "":
+		p.Profile = ProfileInternet
+	case ProfileInternet, ProfileNone, ProfileAllowList:
+	default:
+		return Policy{}, fmt.Errorf("%w: profile %q: take %s, %s or %s", ErrRule, clip(profile), ProfileInternet, ProfileNone, ProfileAllowList)
+	}
 	var err error
 	if p.Allow, err = parseRules("allow", allow); err != nil {
 		return Policy{}, err
@@ -104,99 +95,10 @@ func ParsePolicy(allow, deny []string) (Policy, error) {
 	}
 	for _, r := range p.Deny {
 		if r.Host {
-			return Policy{}, fmt.Errorf("%w: deny %q: the host's ports are closed unless allowed; deny takes CIDR[:PORT]", ErrRule, r)
+			return Policy{}, fmt.Errorf("%w: deny %q: the host's ports are closed unless allowed; deny takes CIDR[:PORT] or DOMAIN[:PORT]", ErrRule, r)
 		}
 	}
 	return p, nil
-}
-
-func parseRules(list string, texts []string) ([]Rule, error) {
-	if len(texts) > MaxRules {
-		return nil, fmt.Errorf("%w: %d %s rules, at most %d are possible", ErrRule, len(texts), list, MaxRules)
-	}
-	var rules []Rule
-	for _, text := range texts {
-		r, err := parseRule(text)
-		if err != nil {
-			return nil, fmt.Errorf("%w: %s %q: %w", ErrRule, list, clip(text), err)
-		}
-		rules = append(rules, r)
-	}
-	return rules, nil
-}
-
-// clip bounds text of unknown origin for an error.
-func clip(s string) string {
-	if len(s) > 80 {
-		return s[:80] + "…"
-	}
-	return s
-}
-
-func parseRule(text string) (Rule, error) {
-	target, port, err := splitPort(text)
-	if err != nil {
-		return Rule{}, err
-	}
-	if target == "host" {
-		if port == 0 {
-			return Rule{}, errors.New(`the host's port is missing, write host:PORT`)
-		}
-		return Rule{Host: true, Prefix: netip.PrefixFrom(loopback, 32), Port: port}, nil
-	}
-	prefix, err := parsePrefix(target)
-	if err != nil {
-		return Rule{}, err
-	}
-	return Rule{Prefix: prefix, Port: port}, nil
-}
-
-// splitPort takes ":PORT" off the end of a rule; port 0 means that none was
-// given. An IPv6 prefix with a port stands in brackets.
-func splitPort(text string) (target string, port uint16, err error) {
-	target, digits := text, ""
-	if inner, ok := strings.CutPrefix(text, "["); ok {
-		if target, digits, ok = strings.Cut(inner, "]"); !ok {
-			return "", 0, errors.New(`"[" without "]"`)
-		}
-		if digits == "" {
-			return target, 0, nil
-		}
-		if digits, ok = strings.CutPrefix(digits, ":"); !ok {
-			return "", 0, errors.New(`expected ":PORT" after "]"`)
-		}
-	} else if strings.Count(text, ":") == 1 {
-		target, digits, _ = strings.Cut(text, ":")
-	} else {
-		return text, 0, nil
-	}
-	n, err := strconv.ParseUint(digits, 10, 16)
-	if err != nil || n == 0 {
-		return "", 0, fmt.Errorf("%q is no port between 1 and 65535", clip(digits))
-	}
-	return target, uint16(n), nil
-}
-
-func parsePrefix(text string) (netip.Prefix, error) {
-	if !strings.Contains(text, "/") {
-		addr, err := netip.ParseAddr(text)
-		if err != nil || addr.Zone() != "" {
-			return netip.Prefix{}, fmt.Errorf("%q is no address: expected CIDR[:PORT] or host:PORT (names are not supported)", clip(text))
-		}
-		text = fmt.Sprintf("%s/%d", addr, addr.BitLen())
-	}
-	prefix, err := netip.ParsePrefix(text)
-	if err != nil {
-		return netip.Prefix{}, fmt.Errorf("%q is no CIDR, such as 10.1.0.0/16", clip(text))
-	}
-	if prefix.Addr().Is4In6() {
-		return netip.Prefix{}, errors.New("write IPv4 addresses without the ::ffff: before them")
-	}
-	if masked := prefix.Masked(); masked != prefix {
-		return netip.Prefix{}, fmt.Errorf("the address has bits behind its prefix; write %s, or %s/%d for that address alone",
-			masked, prefix.Addr(), prefix.Addr().BitLen())
-	}
-	return prefix, nil
 }
 
 // destination returns the address that is really dialled for the one that the
@@ -209,48 +111,78 @@ func destination(seen netip.AddrPort) netip.AddrPort {
 }
 
 // permits says whether a flow may be opened to the address that the guest
-// dials. isHost says whether an address is one of the host's own.
-func (p Policy) permits(seen netip.AddrPort, isHost func(netip.Addr) bool) bool {
+// dials. names are those that the address was answered for; isHost says whether
+// an address is one of the host's own.
+func (p Policy) permits(seen netip.AddrPort, names []string, isHost func(netip.Addr) bool) bool {
 	real := destination(seen)
 	addr := real.Addr()
 	if !addr.Is4() || real.Port() == 0 || containsAddr(neverRanges, addr) {
 		return false
 	}
-	for _, r := range p.Deny {
-		if r.matches(real) || r.matches(seen) {
-			return false
-		}
-	}
-	var fits func(netip.Prefix) bool // is an allow rule made for such an address
+	madeFor := opener(addr, isHost)
+	return p.decide(madeFor == nil, names,
+		func(r Rule) bool {
+			return r.matches(real, names) && (madeFor == nil || r.Domain == "" && madeFor(r.Prefix))
+		},
+		func(r Rule) bool { return r.matches(real, names) || r.matches(seen, names) })
+}
+
+// opener tells, for an address that is not public, which prefixes of Allow rules
+// are made for it; nil for a public one.
+func opener(addr netip.Addr, isHost func(netip.Addr) bool) func(netip.Prefix) bool {
 	switch {
 	case loopbackRange.Contains(addr):
-		fits = within(loopbackRange)
+		return within(loopbackRange)
 	case linkLocalRange.Contains(addr):
-		fits = within(linkLocalRange)
+		return within(linkLocalRange)
 	case isHost(addr):
-		fits = func(p netip.Prefix) bool { return p.IsSingleIP() }
+		return func(p netip.Prefix) bool { return p.IsSingleIP() }
 	case containsAddr(deniedRanges, addr):
-		fits = func(netip.Prefix) bool { return true }
+		return func(netip.Prefix) bool { return true }
 	default:
+		return nil
+	}
+}
+
+// decide weighs the rules that match against each other. Without any, what is
+// public is open if the profile says so.
+func (p Policy) decide(public bool, names []string, allows, denies func(Rule) bool) bool {
+	if p.Profile == ProfileNone {
+		return false
+	}
+	var against []Rule
+	for _, r := range p.Deny {
+		if denies(r) {
+			against = append(against, r)
+		}
+	}
+	if public && len(against) == 0 && (p.Profile == "" || p.Profile == ProfileInternet) {
 		return true
 	}
 	for _, r := range p.Allow {
-		if r.matches(real) && fits(r.Prefix) {
+		weaker := func(deny Rule) bool { return !r.outranks(deny, names) }
+		if allows(r) && !slices.ContainsFunc(against, weaker) {
 			return true
 		}
 	}
 	return false
 }
 
-// permitsDNS says whether the resolver may forward questions: a policy that
-// denies every address would otherwise leak through names.
-func (p Policy) permitsDNS() bool {
-	for _, r := range p.Deny {
-		if r.Prefix.Addr().Is4() && r.Prefix.Bits() == 0 && (r.Port == 0 || r.Port == 53) {
-			return false
-		}
-	}
-	return true
+// permitsName says whether the resolver may ask for a name: where nothing that
+// it could lead to is open, a question would carry data out.
+func (p Policy) permitsName(name string) bool {
+	return p.decide(true, []string{name},
+		func(r Rule) bool { return r.breadth() == byNothing || r.covers(name) },
+		func(r Rule) bool {
+			return r.Port == 0 && r.covers(name) || r.breadth() == byNothing && (r.Port == 0 || r.Port == dnsPort)
+		})
+}
+
+// closesName says whether a rule closes that very name: then no other name may
+// lead there.
+func (p Policy) closesName(name string) bool {
+	closes := func(r Rule) bool { return r.Port == 0 && r.breadth() == byName && r.covers(name) }
+	return slices.ContainsFunc(p.Deny, closes) && !p.permitsName(name)
 }
 
 func within(outer netip.Prefix) func(netip.Prefix) bool {

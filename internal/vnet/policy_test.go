@@ -16,8 +16,20 @@ func TestPolicy(t *testing.T) {
 	ownPrivate := netip.MustParseAddr("10.1.2.3")
 	isHost := func(a netip.Addr) bool { return a == own || a == ownPrivate }
 
+	// What the resolver answered before.
+	bound := map[string][]string{
+		"93.184.216.34": {"example.com"},
+		"93.184.216.35": {"www.example.com"},
+		"93.184.216.36": {"a.b.example.com"},
+		"93.184.216.40": {"example.com", "evil.test"}, // of a network that serves many
+		"93.184.216.41": {"evil.test"},
+		"10.9.9.9":      {"example.com"}, // rebinding
+		"127.0.0.1":     {"example.com"},
+		"198.41.0.4":    {"example.com"},
+	}
 	tests := []struct {
 		name        string
+		profile     string
 		allow, deny []string
 		permits     []string
 		denies      []string
@@ -73,7 +85,7 @@ func TestPolicy(t *testing.T) {
 			denies:  []string{"169.254.169.253:80", "169.254.169.254:81"},
 		},
 		{
-			name:    "deny wins",
+			name:    "deny wins over what is wider or the same",
 			allow:   []string{"10.0.0.0/8", "host:80", "host:81"},
 			deny:    []string{"10.1.0.0/16", "1.1.1.0/24:53", "127.0.0.1/32:80"},
 			permits: []string{"10.2.0.1:1", "1.1.1.1:443", HostIP + ":81"},
@@ -82,7 +94,7 @@ func TestPolicy(t *testing.T) {
 		{
 			name:   "deny by the alias",
 			allow:  []string{"host:80"},
-			deny:   []string{HostIP + "/32"},
+			deny:   []string{HostIP + "/32:80"},
 			denies: []string{HostIP + ":80"},
 		},
 		{
@@ -90,20 +102,115 @@ func TestPolicy(t *testing.T) {
 			deny:   []string{"0.0.0.0/0", "::/0"},
 			denies: []string{"1.1.1.1:443", HostIP + ":1"},
 		},
+		{
+			name:    "allow wins where it is narrower",
+			allow:   []string{"10.1.0.0/16", "10.0.0.0/8:5432", "1.1.1.1"},
+			deny:    []string{"10.0.0.0/8", "1.1.1.0/24", "10.1.9.0/24"},
+			permits: []string{"10.1.0.1:1", "10.2.0.1:5432", "1.1.1.1:443"},
+			denies:  []string{"10.2.0.1:1", "10.1.9.1:1", "10.1.9.1:5432", "1.1.1.2:443"},
+		},
+		{
+			name:    "a rule that is wider in one way and narrower in another does not win",
+			allow:   []string{"*:443", "1.1.1.0/24", "9.9.9.9:25"},
+			deny:    []string{"8.8.8.0/24", "*:25"},
+			permits: []string{"1.1.1.1:443", "1.1.1.1:80", "9.9.9.9:25"},
+			denies:  []string{"8.8.8.8:443", "1.1.1.1:25"},
+		},
+		{
+			name:    "all but some",
+			deny:    []string{"*"},
+			allow:   []string{"1.1.1.0/24:443", "*.example.com", "host:80", "10.0.0.0/8:22"},
+			permits: []string{"1.1.1.1:443", "93.184.216.35:80", "93.184.216.36:443", HostIP + ":80", "10.9.9.9:22"},
+			denies:  []string{"1.1.1.1:80", "8.8.8.8:443", "93.184.216.34:80", HostIP + ":81", "10.9.9.9:23"},
+		},
+		{
+			name:    "one port alone",
+			deny:    []string{"0.0.0.0/0"},
+			allow:   []string{"*:443"},
+			permits: []string{"1.1.1.1:443"},
+			denies:  []string{"1.1.1.1:80", "10.9.9.9:443", HostIP + ":443", "169.254.169.254:443"},
+		},
+		{
+			name:    "none",
+			profile: "none",
+			allow:   []string{"0.0.0.0/0", "*", "host:80", "10.0.0.0/8"},
+			denies:  []string{"1.1.1.1:443", HostIP + ":80", "10.9.9.9:1", "93.184.216.34:443"},
+		},
+		{
+			name:    "an empty allow-list",
+			profile: "allow-list",
+			denies:  []string{"1.1.1.1:443", HostIP + ":80", "10.9.9.9:1", "93.184.216.34:443"},
+		},
+		{
+			name:    "an allow-list of names",
+			profile: "allow-list",
+			allow:   []string{"Example.COM.:443", "*.b.example.com"},
+			permits: []string{"93.184.216.34:443", "93.184.216.40:443", "93.184.216.36:80"},
+			denies: []string{
+				"93.184.216.34:80", "93.184.216.35:443", "1.1.1.1:443", "10.9.9.9:443", HostIP + ":443", "127.0.0.1:443", "198.41.0.4:443",
+			},
+		},
+		{
+			name:    "an allow-list of everything public",
+			profile: "allow-list",
+			allow:   []string{"*"},
+			permits: []string{"1.1.1.1:443", "93.184.216.34:80"},
+			denies:  []string{"10.9.9.9:443", HostIP + ":443", "169.254.169.254:80"},
+		},
+		{
+			name:    "an allow-list with holes",
+			profile: "allow-list",
+			allow:   []string{"*.example.com", "1.0.0.0/8", "evil.test"},
+			deny:    []string{"*.b.example.com", "1.1.1.1", "93.184.216.41"},
+			permits: []string{"93.184.216.35:443", "1.1.1.2:443", "93.184.216.40:443"},
+			denies:  []string{"93.184.216.36:443", "1.1.1.1:443", "93.184.216.41:443"},
+		},
+		{
+			name:    "a name that is denied closes its addresses, shared or not",
+			deny:    []string{"evil.test"},
+			allow:   []string{"example.com"},
+			permits: []string{"93.184.216.34:443", "93.184.216.35:443", "1.1.1.1:443"},
+			denies:  []string{"93.184.216.40:443", "93.184.216.41:443"},
+		},
+		{
+			name:    "an address opens what a name closes",
+			deny:    []string{"evil.test"},
+			allow:   []string{"93.184.216.41"},
+			permits: []string{"93.184.216.41:443"},
+			denies:  []string{"93.184.216.40:443"},
+		},
+		{
+			name:    "a name below one that is denied",
+			deny:    []string{"*.example.com"},
+			allow:   []string{"a.b.example.com"},
+			permits: []string{"93.184.216.36:443", "93.184.216.34:443"},
+			denies:  []string{"93.184.216.35:443"},
+		},
+		{
+			name:    "a private address that is allowed as such may have a name",
+			profile: "allow-list",
+			allow:   []string{"example.com", "10.9.0.0/16:5432"},
+			permits: []string{"10.9.9.9:5432"},
+			denies:  []string{"10.9.9.9:80"},
+		},
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
-			p, err := ParsePolicy(tt.allow, tt.deny)
+			p, err := ParsePolicy(tt.profile, tt.allow, tt.deny)
 			if err != nil {
 				t.Fatal(err)
 			}
+			permits := func(a string) bool {
+				seen := netip.MustParseAddrPort(a)
+				return p.permits(seen, bound[seen.Addr().String()], isHost)
+			}
 			for _, a := range tt.permits {
-				if !p.permits(netip.MustParseAddrPort(a), isHost) {
+				if !permits(a) {
 					t.Errorf("denies %s", a)
 				}
 			}
 			for _, a := range tt.denies {
-				if p.permits(netip.MustParseAddrPort(a), isHost) {
+				if permits(a) {
 					t.Errorf("permits %s", a)
 				}
 			}
@@ -111,18 +218,41 @@ func TestPolicy(t *testing.T) {
 	}
 }
 
-func TestPolicyRulesDNS(t *testing.T) {
-	for deny, want := range map[string]bool{"": true, "1.1.1.1": true, "0.0.0.0/0:80": true, "0.0.0.0/0": false, "0.0.0.0/0:53": false} {
-		var rules []string
-		if deny != "" {
-			rules = []string{deny}
-		}
-		p, err := ParsePolicy(nil, rules)
+func TestPolicyOfNames(t *testing.T) {
+	tests := []struct {
+		profile     string
+		allow, deny []string
+		asks        []string
+		refuses     []string
+	}{
+		{asks: []string{"example.com", "com", ""}},
+		{deny: []string{"1.1.1.1", "0.0.0.0/0:80", "*:80", "example.com:80"}, asks: []string{"example.com"}},
+		{deny: []string{"0.0.0.0/0"}, refuses: []string{"example.com"}},
+		{deny: []string{"0.0.0.0/0:53"}, allow: []string{"example.com"}, refuses: []string{"example.com"}},
+		{deny: []string{"*"}, allow: []string{"10.0.0.0/8", "1.1.1.1"}, refuses: []string{"example.com"}},
+		{deny: []string{"*"}, allow: []string{"*.example.com:443"}, asks: []string{"a.b.example.com"}, refuses: []string{"example.com", "anexample.com", "b.test"}},
+		{deny: []string{"*"}, allow: []string{"*:443"}, asks: []string{"example.com"}},
+		{deny: []string{"*.evil.test", "evil.test"}, allow: []string{"good.evil.test"}, asks: []string{"example.com", "good.evil.test", "a.good.test"}, refuses: []string{"evil.test", "a.evil.test", "a.good.evil.test"}},
+		{profile: "none", allow: []string{"*", "example.com"}, refuses: []string{"example.com"}},
+		{profile: "allow-list", refuses: []string{"example.com"}},
+		{profile: "allow-list", allow: []string{"1.1.1.1"}, refuses: []string{"example.com"}},
+		{profile: "allow-list", allow: []string{"example.com"}, asks: []string{"example.com"}, refuses: []string{"www.example.com", "example.com.evil.test"}},
+		{profile: "allow-list", allow: []string{"*"}, deny: []string{"example.com"}, asks: []string{"www.example.com"}, refuses: []string{"example.com"}},
+	}
+	for _, tt := range tests {
+		p, err := ParsePolicy(tt.profile, tt.allow, tt.deny)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if p.permitsDNS() != want {
-			t.Errorf("deny %q: permitsDNS = %t", deny, !want)
+		for _, name := range tt.asks {
+			if !p.permitsName(name) {
+				t.Errorf("%q, allow %q, deny %q: refuses to ask for %q", tt.profile, tt.allow, tt.deny, name)
+			}
+		}
+		for _, name := range tt.refuses {
+			if p.permitsName(name) {
+				t.Errorf("%q, allow %q, deny %q: asks for %q", tt.profile, tt.allow, tt.deny, name)
+			}
 		}
 	}
 }
@@ -133,8 +263,23 @@ func TestParsePolicyErrors(t *testing.T) {
 		want       string // in the error
 	}{
 		{"allow", "", "no address"},
-		{"allow", "example.com", "names are not supported"},
-		{"allow", "example.com:443", "names are not supported"},
+		{"allow", "intranet", "no dot"},
+		{"allow", "localhost:80", "no dot"},
+		{"allow", "example..com", "no name"},
+		{"allow", "-example.com", "no name"},
+		{"allow", "exa mple.com", "no name"},
+		{"allow", "bücher.example", "xn--"},
+		{"allow", "https://example.com", "URL"},
+		{"allow", "example.com/path", "no CIDR"},
+		{"allow", "*example.com", "stands alone"},
+		{"allow", "www.*.com", "stands alone"},
+		{"allow", "*.*.com", "stands alone"},
+		{"allow", "*.", "stands alone"},
+		{"deny", "host.hib.internal:80", "host:PORT"},
+		{"deny", "*.hib.internal", "host:PORT"},
+		{"allow", "10.0.0", "no address"},
+		{"allow", "10.0.0.256:80", "no address"},
+		{"allow", strings.Repeat("a.", 127) + "example", "253"},
 		{"allow", "10.0.0.0/33", "no CIDR"},
 		{"allow", "10.1.2.3/8", "write 10.0.0.0/8, or 10.1.2.3/32"},
 		{"allow", "10.0.0.0/8:0", "no port"},
@@ -159,27 +304,30 @@ func TestParsePolicyErrors(t *testing.T) {
 		} else {
 			deny = []string{tt.rule}
 		}
-		_, err := ParsePolicy(allow, deny)
+		_, err := ParsePolicy("", allow, deny)
 		if !errors.Is(err, ErrRule) || !strings.Contains(err.Error(), tt.want) || !strings.Contains(err.Error(), tt.list) {
 			t.Errorf("%s %q: got %v, want an error with %q", tt.list, tt.rule, err, tt.want)
 		}
 	}
-	if _, err := ParsePolicy(make([]string, MaxRules+1), nil); !errors.Is(err, ErrRule) {
+	if _, err := ParsePolicy("", make([]string, MaxRules+1), nil); !errors.Is(err, ErrRule) {
 		t.Errorf("too many rules: got %v", err)
+	}
+	if _, err := ParsePolicy("all", nil, nil); !errors.Is(err, ErrRule) || !strings.Contains(err.Error(), "allow-list") {
+		t.Errorf("an unknown profile: got %v", err)
 	}
 }
 
 func FuzzParsePolicy(f *testing.F) {
-	for _, s := range []string{"10.0.0.0/8", "10.0.0.0/8:80", "host:80", "1.2.3.4", "[::/0]:53", "::1", "[", "]:", ":", "host"} {
+	for _, s := range []string{"10.0.0.0/8", "10.0.0.0/8:80", "host:80", "1.2.3.4", "[::/0]:53", "::1", "[", "]:", ":", "host", "*", "*:443", "example.com", "*.Example.com.:1", "_a.b", "000.0."} {
 		f.Add(s, true)
 		f.Add(s, false)
 	}
 	none := func(netip.Addr) bool { return false }
 	f.Fuzz(func(t *testing.T, text string, allow bool) {
 		list := []string{text}
-		parse := func(l []string) (Policy, error) { return ParsePolicy(nil, l) }
+		parse := func(l []string) (Policy, error) { return ParsePolicy("", nil, l) }
 		if allow {
-			parse = func(l []string) (Policy, error) { return ParsePolicy(l, nil) }
+			parse = func(l []string) (Policy, error) { return ParsePolicy("", l, nil) }
 		}
 		p, err := parse(list)
 		if err != nil {
@@ -193,8 +341,15 @@ func FuzzParsePolicy(f *testing.F) {
 		if err != nil || append(again.Allow, again.Deny...)[0] != rule {
 			t.Fatalf("%q reads as %v, written as %q that reads as %v, %v", text, rule, rule.String(), again, err)
 		}
+		if rule.Domain != "" {
+			for _, private := range []string{"127.0.0.1:1", "169.254.169.254:80", "10.0.0.1:22"} {
+				if p.permits(netip.MustParseAddrPort(private), []string{rule.Domain, strings.Replace(rule.Domain, "*", "a", 1)}, none) {
+					t.Fatalf("%q permits %s", text, private)
+				}
+			}
+		}
 		for _, never := range []string{"0.0.0.0:1", "255.255.255.255:1", "224.0.0.1:1", GatewayIP + ":1"} {
-			if p.permits(netip.MustParseAddrPort(never), none) {
+			if p.permits(netip.MustParseAddrPort(never), []string{"a.example.com"}, none) {
 				t.Fatalf("%q permits %s", text, never)
 			}
 		}

@@ -49,7 +49,7 @@ func (n *Network) openTCP(r *tcp.ForwarderRequest) {
 	if err != nil {
 		r.Complete(true)
 		if errors.Is(err, errDenied) {
-			n.denials.add(kind, seen)
+			n.deniedFlow(kind, seen)
 		}
 		return
 	}

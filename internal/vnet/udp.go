@@ -31,7 +31,7 @@ func (n *Network) openUDP(id stack.TransportEndpointID, pkt *stack.PacketBuffer)
 	fl, err := n.flows.admit(flowUDP, seen)
 	if err != nil {
 		if errors.Is(err, errDenied) {
-			n.denials.add(flowUDP, seen)
+			n.deniedFlow(flowUDP, seen)
 		}
 		return false
 	}

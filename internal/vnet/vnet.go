@@ -14,7 +14,9 @@
 //     and DNS, and nothing else.
 //   - The host alias is an address that stands for the host's own loopback, named
 //     HostName. It leads nowhere unless the policy names a port of it.
-//   - A Policy rules every outbound flow, by the address that is really dialled.
+//   - A Policy rules every outbound flow, by the address that is really dialled
+//     and by the names that the gateway's resolver answered that address for, and
+//     every question to that resolver.
 //
 // Every sandbox sees the same addresses, so that a snapshot can be resumed
 // anywhere and clones never clash. IPv6 is not routed: the resolver answers AAAA
@@ -68,8 +70,9 @@ type Config struct {
 	Policy Policy
 	Log    *slog.Logger // nil: silent
 
-	// OnDenied is told of outbound flows that the policy denied, at most some
-	// tens a second. It must not block and must not call the network. May be nil.
+	// OnDenied is told of each outbound flow and each question for a name that the
+	// policy denied: as often as a hostile guest likes. It must not block and must
+	// not call the network. May be nil.
 	OnDenied func(Denied)
 
 	// Dial opens the host's side of an outbound flow: network is "tcp" or "udp",
@@ -82,10 +85,11 @@ type Config struct {
 	Resolvers []string
 }
 
-// Denied is an outbound flow that the policy did not permit.
+// Denied is what a guest tried and the policy did not permit.
 type Denied struct {
-	Proto string         // "tcp" or "udp"
-	Addr  netip.AddrPort // that the guest dialled
+	Proto string         // "tcp" or "udp"; "dns" for a question that the resolver refused
+	Addr  netip.AddrPort // that the guest dialled; zero for a question
+	Name  string         // that was asked for, or that the address was answered for last; "" if none
 }
 
 // Network is the network of one sandbox. Its methods may be called at any time
@@ -96,7 +100,7 @@ type Network struct {
 	link     *link
 	flows    *flows
 	meter    meter
-	denials  denials
+	onDenied func(Denied)
 	resolver *resolver
 	dialHost func(ctx context.Context, network, address string) (net.Conn, error)
 
@@ -129,14 +133,14 @@ func New(cfg Config) (*Network, error) {
 		stack:    s,
 		link:     link,
 		flows:    newFlows(cfg.Policy, newHostAddresses(net.InterfaceAddrs, log).contains),
-		denials:  newDenials(cfg.OnDenied),
+		onDenied: cfg.OnDenied,
 		dialHost: dial,
 		udpIdle:  udpIdleTimeout,
 
 		destroyed: make(chan struct{}),
 	}
 	n.meter.touch()
-	n.resolver, err = newResolver(s, log, cfg.Resolvers, n.flows.permitsDNS)
+	n.resolver, err = newResolver(s, log, cfg.Resolvers, resolverRules{n})
 	if err != nil {
 		s.Destroy()
 		return nil, err
@@ -146,11 +150,34 @@ func New(cfg Config) (*Network, error) {
 	return n, nil
 }
 
+// resolverRules are the rules of a network for its resolver.
+type resolverRules struct{ n *Network }
+
+func (r resolverRules) permitsName(name string) bool { return r.n.flows.permitsName(name) }
+func (r resolverRules) learn(res resolution) bool    { return r.n.flows.learn(res) }
+func (r resolverRules) refused(name string)          { r.n.denied(Denied{Proto: "dns", Name: name}) }
+
+// deniedFlow reports a flow that the policy denied.
+func (n *Network) deniedFlow(kind flowKind, seen netip.AddrPort) {
+	if n.onDenied != nil {
+		n.denied(Denied{Proto: kind.network(), Addr: seen, Name: n.flows.nameOf(seen.Addr())})
+	}
+}
+
+func (n *Network) denied(d Denied) {
+	if n.onDenied != nil {
+		d.Name = d.Name[:min(len(d.Name), maxNameShown)]
+		n.onDenied(d)
+	}
+}
+
 // Policy returns the policy in force.
 func (n *Network) Policy() Policy { return n.flows.currentPolicy() }
 
-// SetPolicy puts a policy in force for every flow from now on, and closes the
-// open flows that it denies.
+// SetPolicy puts a policy in force for every flow and every question from now on,
+// and closes the open flows that it denies, with a reset to both sides. What was
+// answered before stays known: a flow to an address is judged by all names that it
+// was answered for lately, whatever policy was in force then.
 func (n *Network) SetPolicy(p Policy) { n.flows.setPolicy(p) }
 
 // Reset closes every flow, inbound and outbound, with a reset to both sides.

@@ -71,7 +71,7 @@ func newTestNet(t testing.TB, cfg vnet.Config) *testNet {
 
 func mustPolicy(t testing.TB, allow, deny []string) vnet.Policy {
 	t.Helper()
-	p, err := vnet.ParsePolicy(allow, deny)
+	p, err := vnet.ParsePolicy("", allow, deny)
 	if err != nil {
 		t.Fatal(err)
 	}

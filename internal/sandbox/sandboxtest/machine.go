@@ -39,6 +39,8 @@ type machine struct {
 	failure  string
 	code     string // of the failure
 
+	egress     shim.EgressRequest // in force
+	denied     []shim.Denied      // not told yet
 	memory     string
 	identity   string
 	generation uint64
@@ -115,6 +117,13 @@ func (m *machine) run() {
 	m.enter(shim.PhaseRunning)
 }
 
+func (w *World) protocol() int {
+	if w.Old {
+		return 1
+	}
+	return shim.ProtocolVersion
+}
+
 // launcher starts machines for a daemon.
 type launcher struct{ d *Daemon }
 
@@ -124,7 +133,7 @@ func (l launcher) Launch(ctx context.Context, spec sandbox.LaunchSpec) (sandbox.
 		w := l.d.w
 		w.pid++
 		m = &machine{w: w, daemon: l.d, dead: make(chan struct{}), phase: shim.PhaseIdle, refused: map[uint64]bool{}, open: map[*conn]struct{}{},
-			handle: shim.Handle{VM: spec.VM, Socket: "/" + spec.VM, PID: w.pid, StartTime: uint64(w.pid), BootID: w.bootID, Protocol: shim.ProtocolVersion}}
+			handle: shim.Handle{VM: spec.VM, Socket: "/" + spec.VM, PID: w.pid, StartTime: uint64(w.pid), BootID: w.bootID, Protocol: w.protocol()}}
 		if w.machines[spec.VM] != nil {
 			w.violate("two machines are named %s", spec.VM)
 		}
@@ -266,6 +275,7 @@ func (v *vm) Boot(ctx context.Context, req shim.BootRequest) (rep shim.StartRepo
 			return err
 		}
 		v.m.memory, v.m.identity, v.m.generation = "booted", req.Init.Identity.ID, req.Init.Generation
+		v.m.attach(req.Attach)
 		rep.Phases = map[string]float64{"boot": 1}
 		v.m.run()
 		return nil
@@ -283,6 +293,7 @@ func (v *vm) Resume(ctx context.Context, req shim.ResumeRequest) (rep shim.Start
 		}
 		rep.Phases = map[string]float64{"bind": 1, "state": 1, "unpause": 1, "guest_init": 1}
 		rep.Remote = v.m.w.Remote
+		v.m.attach(req.Attach)
 		return v.m.resume(req)
 	})
 	return rep, err
@@ -459,12 +470,30 @@ func (v *vm) Unpark(ctx context.Context, req shim.UnparkRequest) (rep shim.Start
 			m.w.violate("sandbox %s goes on with %q, its snapshot holds %q", m.sandbox, m.memory, img.memory)
 		}
 		m.refused[req.Attempt] = true
+		m.attach(req.Attach)
 		m.parent, m.content, m.captured = req.Snapshot.ID, img.meta.Content(), nil
 		rep.Phases = map[string]float64{"unpause": 1, "guest_init": 1}
 		m.wake(req.Init.Generation)
 		return nil
 	})
 	return rep, err
+}
+
+func (m *machine) attach(a shim.Attach) {
+	m.egress = shim.EgressRequest{Profile: a.Profile, Allow: a.Allow, Deny: a.Deny}
+}
+
+func (v *vm) SetEgress(ctx context.Context, req shim.EgressRequest) error {
+	return v.order(ctx, "egress", func() error {
+		if err := v.m.check("egress", shim.PhaseRunning, shim.PhaseCapturing, shim.PhaseSealed, shim.PhaseParked); err != nil {
+			return err
+		}
+		if v.m.handle.Protocol < 2 {
+			return shim.ErrUnknown
+		}
+		v.m.egress = req
+		return nil
+	})
 }
 
 func (v *vm) Release(ctx context.Context) error {
@@ -478,8 +507,12 @@ func (v *vm) Watch(ctx context.Context, fn func(shim.Event)) error {
 	var last shim.Phase
 	for {
 		v.m.w.mu.Lock()
-		changed, st, gone := v.m.w.changed, v.m.status(), v.m.gone()
+		changed, st, gone, denied := v.m.w.changed, v.m.status(), v.m.gone(), v.m.denied
+		v.m.denied = nil
 		v.m.w.mu.Unlock()
+		for _, d := range denied {
+			fn(shim.Event{Status: st, Denied: &d})
+		}
 		if gone {
 			return shim.ErrGone
 		}

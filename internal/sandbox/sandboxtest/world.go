@@ -40,7 +40,7 @@ var ErrKilled = errors.New("the daemon was killed")
 
 // Step is a call with an effect, just before or just after it.
 type Step struct {
-	Name  string // put, erase, launch, adopt, prepare, boot, resume, capture, seal, thaw, release, kill, delete, build …
+	Name  string // put, erase, launch, adopt, prepare, boot, resume, capture, seal, thaw, egress, release, kill, delete, build …
 	VM    string // name of the machine, where there is one
 	Owner string // sandbox whose machine it is, "" if it is nobody's yet
 	After bool
@@ -52,6 +52,7 @@ type World struct {
 	Catalog catalogtest.Memory
 	Truth   sandbox.Catalog // what the core writes to; nil: Catalog
 	Base    string          // of base images that are built: the same, the same image
+	Old     bool            // shims are of version 1 of their protocol
 	Remote  bool            // resumes say that they read from the remote store
 
 	mu          sync.Mutex
@@ -163,6 +164,30 @@ func (w *World) Runs(sandbox string) bool {
 		}
 	}
 	return false
+}
+
+// Egress returns the egress policy that is in force at the sandbox's machine.
+func (w *World) Egress(sandbox string) shim.EgressRequest {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, m := range w.machines {
+		if m.sandbox == sandbox {
+			return m.egress
+		}
+	}
+	return shim.EgressRequest{}
+}
+
+// Deny has the sandbox's machine report something that it denied its guest.
+func (w *World) Deny(sandbox string, d shim.Denied) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, m := range w.machines {
+		if m.sandbox == sandbox {
+			m.denied = append(m.denied, d)
+		}
+	}
+	w.broadcast()
 }
 
 // Snapshots returns how many snapshots the store holds.
