@@ -21,6 +21,7 @@ type observers struct {
 	metrics  *metrics.Metrics
 	journal  *events.Journal
 	webhooks *webhook.Manager
+	quotas   quotas
 	unwatch  func() // has the metrics ask the core no more
 }
 
@@ -67,7 +68,17 @@ func (o *observers) sink(log *slog.Logger) sandbox.Events {
 	told.OnEvent = func(e sandbox.Event) {
 		toLog(e)
 		o.metrics.Event(e)
-		kept, err := journalled(e)
+		var suppressed int64
+		switch e.Type {
+		case sandbox.EventDenied:
+			var ok bool
+			if ok, suppressed = o.quotas.take(e.Sandbox, e.At); !ok {
+				return
+			}
+		case sandbox.EventDeleted:
+			o.quotas.forget(e.Sandbox)
+		}
+		kept, err := journalled(e, suppressed)
 		if err != nil {
 			log.Error("an event is lost", "type", e.Type, "sandbox", e.Sandbox, "error", err)
 			return
@@ -90,6 +101,7 @@ type eventData struct {
 	Forks      []string        `json:"forks,omitempty"`
 	Due        time.Time       `json:"due,omitzero"`
 	Action     sandbox.Action  `json:"action,omitempty"`
+	Suppressed int64           `json:"suppressed,omitempty"`
 
 	*sandbox.ResumeReport
 }
@@ -100,15 +112,16 @@ type hibernatedData struct {
 	*sandbox.HibernateReport
 }
 
-// journalled returns an event of the core as it is kept and sent.
-func journalled(e sandbox.Event) (events.Event, error) {
+// journalled returns an event of the core as it is kept and sent; suppressed is
+// how many of its kind were not.
+func journalled(e sandbox.Event, suppressed int64) (events.Event, error) {
 	var data any
 	if e.Type == sandbox.EventHibernated {
 		data = hibernatedData{e.Bytes, e.Hibernate}
 	} else {
 		data = eventData{
 			From: e.From, To: e.To, Reason: e.Reason, By: e.By, Bytes: e.Bytes, Denied: e.Denied,
-			Checkpoint: e.Checkpoint, Forks: e.Forks, Due: e.Due, Action: e.Action, ResumeReport: e.Resume,
+			Checkpoint: e.Checkpoint, Forks: e.Forks, Due: e.Due, Action: e.Action, Suppressed: suppressed, ResumeReport: e.Resume,
 		}
 	}
 	text, err := json.Marshal(data)

@@ -65,10 +65,47 @@ func TestJournalledEvents(t *testing.T) {
 		{sandbox.Event{Type: sandbox.EventFailed, Reason: "why"}, `{"reason":"why"}`},
 	} {
 		c.event.Sandbox, c.event.Name, c.event.At = "id", "name", at
-		got, err := journalled(c.event)
+		got, err := journalled(c.event, 0)
 		if err != nil || string(got.Data) != c.data || got.Type != string(c.event.Type) || got.Sandbox != "id" || got.Name != "name" || !got.Time.Equal(at) {
 			t.Errorf("%s: %+v %s %v, want %s", c.event.Type, got, got.Data, err, c.data)
 		}
+	}
+}
+
+// TestGuestsHaveAQuota: what a guest causes is bounded, told of, and nobody
+// else's loss.
+func TestGuestsHaveAQuota(t *testing.T) {
+	j, err := events.Open(t.TempDir(), events.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	o := &observers{metrics: metrics.New(), journal: j}
+	tell := o.sink(slog.New(slog.DiscardHandler)).OnEvent
+	at := time.Now()
+	denied := func(id string) {
+		tell(sandbox.Event{Type: sandbox.EventDenied, Sandbox: id, At: at, Denied: &sandbox.Denied{Proto: "tcp", Count: 1}})
+	}
+	for range 1000 {
+		denied("noisy")
+	}
+	denied("quiet")
+	at = at.Add(guestEventEvery)
+	denied("noisy")
+	j.Close()
+	sub := j.Subscribe(0, events.Filter{})
+	defer sub.Close()
+	got := map[string]int{}
+	var last events.Event
+	for e, err := sub.Ready(); err == nil; e, err = sub.Ready() {
+		got[e.Sandbox]++
+		last = e
+	}
+	if got["noisy"] != guestEventBurst+1 || got["quiet"] != 1 || !strings.Contains(string(last.Data), `"suppressed":950`) {
+		t.Errorf("kept %v, the last %s", got, last.Data)
+	}
+	tell(sandbox.Event{Type: sandbox.EventDeleted, Sandbox: "noisy"})
+	if len(o.quotas.of) != 1 {
+		t.Error("the quota of a deleted sandbox is kept")
 	}
 }
 
