@@ -86,6 +86,22 @@ type Hook struct {
 	Background bool              `json:"background,omitempty"` // requests do not wait for it; for HookPostResume alone
 }
 
+// HookRun is how a hook ran. All but its event comes from the guest.
+type HookRun struct {
+	Name         string    `json:"name"`
+	Event        string    `json:"event"`
+	Reason       string    `json:"reason"`              // HIB_REASON of the run
+	ExitCode     int       `json:"exit_code"`           // -1: it did not exit by itself
+	Signal       string    `json:"signal,omitempty"`    // that ended it
+	TimedOut     bool      `json:"timed_out,omitempty"` // it was killed at its timeout
+	Error        string    `json:"error,omitempty"`     // why it did not run, or not to its end
+	DurationMS   float64   `json:"duration_ms"`
+	Output       string    `json:"output,omitempty"`        // stdout and stderr: the beginning and the end of them
+	DroppedBytes int64     `json:"dropped_bytes,omitempty"` // of output that is not kept
+	Background   bool      `json:"background,omitempty"`
+	StartedAt    time.Time `json:"started_at"` // by the guest's clock
+}
+
 // The events of hooks.
 const (
 	HookPreHibernate = "pre-hibernate"

@@ -39,9 +39,11 @@ type Sandbox struct {
 	Replication   *Replication      `json:"replication"`    // of Snapshot to the remote store; null without one
 	Parked        bool              `json:"parked"`         // in standby, its paused VMM is kept as a cache
 	Policy        Policy            `json:"policy"`
-	Leases        []Lease           `json:"leases"`   // that keep it from hibernating by itself, the oldest first
-	Activity      *Activity         `json:"activity"` // while it runs and answers; null in a list
-	Next          *Next             `json:"next"`     // what its limits do to it next; null: nothing
+	PortURL       string            `json:"port_url"`      // URL of a port, with {port} for its number; "": there is none
+	TrafficToken  string            `json:"traffic_token"` // opens ports that are private, see docs/ports.md: a secret
+	Leases        []Lease           `json:"leases"`        // that keep it from hibernating by itself, the oldest first
+	Activity      *Activity         `json:"activity"`      // while it runs and answers; null in a list
+	Next          *Next             `json:"next"`          // what its limits do to it next; null: nothing
 	Usage         Usage             `json:"usage"`
 }
 
@@ -178,6 +180,7 @@ type ResumeReport struct {
 	WorkingSetBytes int64              `json:"working_set_bytes"` // of the set that the snapshot carries
 	BytesFetched    int64              `json:"bytes_fetched"`     // from the remote store, until the report
 	Pooled          bool               `json:"pooled"`            // the VMM was started beforehand
+	By              string             `json:"by,omitempty"`      // who woke it: "api", "exec", "files", "agent", "http 8000", "port-forward 5432"
 	Warnings        []string           `json:"warnings,omitempty"`
 }
 
@@ -423,6 +426,12 @@ type Version struct {
 // sandbox to be resumed: "tier=local; ms=41" names the tier and how long the
 // resume took.
 const ResumeHeader = "Hib-Resume"
+
+// Where a request to a port of a sandbox shows the sandbox's traffic token.
+const (
+	TokenHeader    = "Hib-Access-Token"
+	TokenParameter = "hib_token" // of the query: for browsers, which get a cookie for it
+)
 
 // Error is the body of every answer that is no success.
 type Error struct {

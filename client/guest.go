@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"net/url"
 	"strconv"
 	"time"
 
@@ -45,6 +46,32 @@ func (t agentTransport) RoundTrip(r *http.Request) (*http.Response, error) {
 	if resp.StatusCode/100 != 2 && resp.Header.Get(api.GuestHeader) == "" { // the daemon's own
 		defer resp.Body.Close()
 		return nil, readError(resp)
+	}
+	return resp, nil
+}
+
+// Port returns what speaks HTTP to the server at a TCP port in a sandbox:
+//
+//	hc, base := c.Port(id, 8000)
+//	resp, err := hc.Get(base + "/index.html")
+//
+// Every request wakes the sandbox and comes by way of the daemon's own URL, so
+// it needs no name of DNS. Answers are the server's, but for those with which
+// the daemon says that there is none.
+func (c *Client) Port(id string, port int) (hc *http.Client, baseURL string) {
+	u := c.base.JoinPath("sandboxes", url.PathEscape(id), "ports", strconv.Itoa(port))
+	return &http.Client{Transport: portTransport{c}}, u.String()
+}
+
+// portTransport sends requests with the key.
+type portTransport struct{ c *Client }
+
+func (t portTransport) RoundTrip(r *http.Request) (*http.Response, error) {
+	r = r.Clone(r.Context())
+	r.Header.Set("X-API-Key", t.c.key)
+	resp, err := t.c.http.Transport.RoundTrip(r)
+	if err != nil {
+		return nil, t.c.unreachable(r.Context(), err)
 	}
 	return resp, nil
 }

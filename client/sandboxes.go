@@ -118,6 +118,13 @@ func (c *Client) Logs(ctx context.Context, id string, follow bool) (io.ReadClose
 	return resp.Body, nil
 }
 
+// HookRuns returns how a sandbox's hooks ran, the last ones, oldest first. It
+// wakes nothing.
+func (c *Client) HookRuns(ctx context.Context, id string) (runs []api.HookRun, err error) {
+	err = c.call(ctx, http.MethodGet, c.endpoint("sandboxes", id, "hooks"), nil, &runs)
+	return runs, err
+}
+
 // Download opens a file of a sandbox, as user ("" is the default user). size
 // is -1 where it is unknown. The caller closes it; a Read that ends with
 // io.EOF has delivered the whole file.

@@ -28,6 +28,8 @@ const (
 	factPacks       = "cycles.packs"
 	factStored      = "cycles.stored"
 	factLive        = "cycles.live"
+	factWake        = "wake.overhead.p50"
+	factWakePairs   = "wake.pairs"
 	factScale       = "scale.sandboxes"
 	factDisk        = "scale.disk_per_sandbox"
 	factRSS         = "scale.daemon_rss"
@@ -112,6 +114,11 @@ var allBars = []barOf{
 		early, ok := f.fact(factEarly, "")
 		late, _ := f.fact(factLate, "")
 		return measured{fmt.Sprintf("%.2f × (p50 %.0f and %.0f ms)", late/early, late, early), late <= 1.2*early}, ok
+	}},
+	{ScenarioWake, "wake by an HTTP request over a resume and the same request", "p50 ≤ 15 ms", func(f figures) (measured, bool) {
+		over, ok := f.fact(factWake, "")
+		n, _ := f.fact(factWakePairs, "")
+		return measured{fmt.Sprintf("%+.1f ms (%.0f pairs)", over, n), over <= 15}, ok
 	}},
 	{ScenarioBurst, "resumes at once, local", "all succeed", func(f figures) (measured, bool) { return f.burst() }},
 	{ScenarioScale, "daemon's memory with all in standby", "≤ 200 MB", atMost(factRSS, 1e6, 200, "%.0f MB")},

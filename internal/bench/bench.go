@@ -22,6 +22,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/http"
 	"slices"
 	"strings"
 	"sync"
@@ -41,6 +42,7 @@ type Target interface {
 	Delete(ctx context.Context, id string) error
 	Exec(ctx context.Context, id string, req api.ExecRequest) (api.ExecResponse, error)
 	DialPort(ctx context.Context, id string, port int) (net.Conn, error)
+	Port(id string, port int) (hc *http.Client, baseURL string)
 	StoreStatus(ctx context.Context) (api.StoreStatus, error)
 	Host(ctx context.Context) (api.Host, error)
 }
@@ -90,6 +92,7 @@ type Options struct {
 const (
 	ScenarioCreate      = "create"      // create a sandbox, from its template and by a cold boot
 	ScenarioStates      = "states"      // hibernate and resume in every cache state, one at a time
+	ScenarioWake        = "wake"        // wake a sandbox by a request, and by an order before it
 	ScenarioBurst       = "burst"       // resume many sandboxes at once
 	ScenarioCycles      = "cycles"      // hibernate one sandbox again and again
 	ScenarioCompression = "compression" // what the remote store takes
@@ -97,12 +100,12 @@ const (
 )
 
 // Scenarios are the names of all scenarios, in the order in which they run.
-var Scenarios = []string{ScenarioCreate, ScenarioStates, ScenarioBurst, ScenarioCompression, ScenarioCycles, ScenarioScale}
+var Scenarios = []string{ScenarioCreate, ScenarioStates, ScenarioWake, ScenarioBurst, ScenarioCompression, ScenarioCycles, ScenarioScale}
 
 // Quick returns what gives a picture in a few minutes.
 func Quick() Options {
 	return Options{
-		N: 5, Scenarios: []string{ScenarioCreate, ScenarioStates, ScenarioBurst, ScenarioCompression},
+		N: 5, Scenarios: []string{ScenarioCreate, ScenarioStates, ScenarioWake, ScenarioBurst, ScenarioCompression},
 		Workloads: []string{workloadShell, workloadPython50}, Caches: judgedCaches, MemoryMiB: []int{512},
 		Burst: []int{8}, Cycles: 30, Scale: 50, IdleFor: 10 * time.Second,
 	}
@@ -148,7 +151,7 @@ func Run(ctx context.Context, target Target, o Options) (Result, error) {
 		return Result{}, err
 	}
 	scenarios := map[string]func(context.Context) error{
-		ScenarioCreate: r.creations, ScenarioStates: r.states, ScenarioBurst: r.bursts,
+		ScenarioCreate: r.creations, ScenarioStates: r.states, ScenarioWake: r.wakes, ScenarioBurst: r.bursts,
 		ScenarioCompression: r.compression, ScenarioCycles: r.cycles, ScenarioScale: r.scale,
 	}
 	for _, name := range Scenarios {

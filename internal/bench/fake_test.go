@@ -2,9 +2,11 @@ package bench
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"maps"
 	"net"
 	"net/http"
@@ -243,6 +245,31 @@ func (d *fakeDaemon) DialPort(ctx context.Context, id string, _ int) (net.Conn, 
 	}()
 	return ours, nil
 }
+
+// Port returns a client that reaches the server as DialPort does.
+func (d *fakeDaemon) Port(id string, port int) (*http.Client, string) {
+	return &http.Client{Transport: roundTripper(func(r *http.Request) (*http.Response, error) {
+		conn, err := d.DialPort(r.Context(), id, port)
+		if err != nil {
+			return nil, err
+		}
+		defer conn.Close()
+		if err := r.Write(conn); err != nil {
+			return nil, err
+		}
+		resp, err := http.ReadResponse(bufio.NewReader(conn), r)
+		if err != nil {
+			return nil, err
+		}
+		body, err := io.ReadAll(resp.Body)
+		resp.Body = io.NopCloser(bytes.NewReader(body))
+		return resp, err
+	})}, "http://sandbox"
+}
+
+type roundTripper func(*http.Request) (*http.Response, error)
+
+func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
 
 func (d *fakeDaemon) Host(context.Context) (api.Host, error) {
 	if !d.pools {

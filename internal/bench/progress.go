@@ -58,6 +58,8 @@ func (o Options) weight(scenario string) float64 {
 				seconds += 25 + 2.5*n*float64(len(p.caches))
 			}
 		}
+	case ScenarioWake:
+		seconds = 25 + 5*wakePairs*n
 	case ScenarioBurst:
 		for _, burst := range o.Burst {
 			seconds += float64(burst) * (2 + 2*float64(o.burstRounds(burst)))

@@ -14,14 +14,16 @@ import (
 
 // The metrics of rows.
 const (
-	MetricRunning   = "vcpus_running" // resume request → the guest's vCPUs run, by the daemon's report
-	MetricFirst     = "first_answer"  // request → answer of the workload
-	MetricHibernate = "hibernate"     // request → durable and acknowledged
-	MetricCreate    = "create"        // create request → answer of the first exec
+	MetricRunning   = "vcpus_running"       // resume request → the guest's vCPUs run, by the daemon's report
+	MetricFirst     = "first_answer"        // request → answer of the workload
+	MetricHibernate = "hibernate"           // request → durable and acknowledged
+	MetricResumeAsk = "resume_then_request" // resume request → answer of an HTTP request that follows
+	MetricWake      = "wake_by_request"     // HTTP request that wakes → its answer
+	MetricCreate    = "create"              // create request → answer of the first exec
 )
 
 // metrics are all metrics in the order of rows.
-var metrics = []string{MetricCreate, MetricHibernate, MetricRunning, MetricFirst}
+var metrics = []string{MetricCreate, MetricHibernate, MetricRunning, MetricFirst, MetricResumeAsk, MetricWake}
 
 // Who a row is about.
 const (

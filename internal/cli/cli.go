@@ -122,7 +122,7 @@ Start the daemon with "hib serve", then: hib template build, hib create, hib exe
 		newTemplateCommand(a),
 		newCreateCommand(a), newUpdateCommand(a), newDrainCommand(a), newLsCommand(a), newInspectCommand(a), newExecCommand(a),
 		newHibernateCommand(a), newHoldCommand(a), newResumeCommand(a), newRmCommand(a), newLogsCommand(a), newEventsCommand(a), newWebhookCommand(a),
-		newCpCommand(a), newPortForwardCommand(a),
+		newCpCommand(a), newPortForwardCommand(a), newURLCommand(a),
 		newStoreCommand(a),
 		newBenchCommand(a), newShimCommand(),
 	)

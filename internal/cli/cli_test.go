@@ -47,7 +47,7 @@ func daemon(t testing.TB, home string) (url string, core *servertest.Core, journ
 	if err != nil {
 		t.Fatal(err)
 	}
-	srv := server.New(server.Config{Core: core, Key: key, Version: api.Version{Version: "1.2.3", API: 1, VMM: "qemu 7.2.0", Accel: "tcg"},
+	srv := server.New(server.Config{Core: core, Key: key, PortURL: "http://{port}-{id}.localhost:7070/", Version: api.Version{Version: "1.2.3", API: 1, VMM: "qemu 7.2.0", Accel: "tcg"},
 		Events: journal, Webhooks: hooks})
 	hs := httptest.NewServer(srv)
 	t.Cleanup(func() { srv.Close(); hs.CloseClientConnections(); hs.Close(); hooks.Close(); journal.Close() })

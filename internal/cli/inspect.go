@@ -40,6 +40,9 @@ func runInspect(ctx context.Context, a *app, id string) error {
 		[]string{"Memory", strconv.Itoa(sb.MemoryMiB) + " MiB"},
 		[]string{"CPUs", strconv.Itoa(sb.CPUs)},
 		[]string{"Labels", or(pairs(sb.Labels))})
+	if sb.PortURL != "" {
+		rows = append(rows, []string{"Ports", sb.PortURL})
+	}
 	if x := sb.Activity; x != nil {
 		rows = append(rows, []string{"Activity", activityLine(x)})
 		for _, p := range x.KeepAwake {

@@ -19,7 +19,11 @@ func hibernateLine(r *api.HibernateReport) string {
 
 // resumeLine says in one line how a resume went.
 func resumeLine(r *api.ResumeReport) string {
-	return fmt.Sprintf("%.0f ms, tier %s, %s read in %d faults (%s)", r.TotalMS, r.Tier, size(r.BytesRead), r.Faults, phases(r.Phases))
+	by := ""
+	if r.By != "" {
+		by = ", for " + printable(r.By)
+	}
+	return fmt.Sprintf("%.0f ms, tier %s%s, %s read in %d faults (%s)", r.TotalMS, r.Tier, by, size(r.BytesRead), r.Faults, phases(r.Phases))
 }
 
 // usageLine says in one line what a sandbox has used.

@@ -41,6 +41,7 @@ set: credentials that may only read.`,
 	}
 	f := cmd.Flags()
 	f.StringVar(&o.config.Listen, "listen", "127.0.0.1:7070", "`ADDRESS` to listen at; port 0 takes a free one")
+	f.StringVar(&o.config.Domain, "domain", "", "`DOMAIN` of the hosts PORT-ID.DOMAIN that lead to ports of sandboxes; behind a TLS proxy with its scheme: https://sandboxes.example.com (default: localhost)")
 	f.StringVar(&o.config.User, "user", "", "unprivileged `ACCOUNT` for shims and VMMs when run as root (default: hibernacle if it exists, or nobody)")
 	f.StringVar(&o.config.Accel, "accel", "", "accelerator: kvm or tcg (default: what the host has)")
 	f.StringVar(&o.config.CPUModel, "cpu-model", "", "named CPU model of the guests (default: one that suits the accelerator)")

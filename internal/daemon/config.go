@@ -28,6 +28,7 @@ const (
 type Config struct {
 	Data         string       // data folder, made if it is missing
 	Listen       string       // TCP address, port 0 takes a free one
+	Domain       string       // of the hosts that name ports of sandboxes, see parseDomain; "" is proxy.DefaultDomain
 	User         string       // account for shims and VMMs; "" is the default one (see Account)
 	Accel        string       // "kvm", "tcg" or "" for what the host has
 	CPUModel     string       // named CPU model of the guests, "" for the default
@@ -75,6 +76,9 @@ func (c Config) check() error {
 	}
 	if _, _, err := net.SplitHostPort(c.Listen); err != nil {
 		return fmt.Errorf("listen address %q: %w; it must be of the form HOST:PORT", c.Listen, err)
+	}
+	if _, err := parseDomain(c.Domain, nil); err != nil {
+		return err
 	}
 	switch c.Accel {
 	case "", "kvm", "tcg":

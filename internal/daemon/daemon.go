@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/hibernacle/hibernacle/api"
+	"github.com/hibernacle/hibernacle/internal/proxy"
 	"github.com/hibernacle/hibernacle/internal/server"
 )
 
@@ -33,6 +34,7 @@ type Started struct {
 // core is what the wiring returns: the core, and how to let go of it.
 type core interface {
 	server.Core
+	proxy.Core
 	observed() *observers // nil: nobody is told of what happens
 	Close() error         // leaves the guests running
 }
@@ -86,7 +88,12 @@ func run(ctx context.Context, c Config, wire wiring, ready func(Started)) error 
 	if err != nil {
 		return err
 	}
-	sc := server.Config{Core: core, Key: key, Version: version, Log: c.Log, MetricsOpen: c.MetricsOpen}
+	at, err := parseDomain(c.Domain, ln.Addr())
+	if err != nil {
+		return errors.Join(err, core.Close())
+	}
+	ports := proxy.New(proxy.Config{Core: core, Key: key, Domain: at.domain, Log: c.Log})
+	sc := server.Config{Core: core, Key: key, Version: version, PortURL: at.portURL(), Log: c.Log, MetricsOpen: c.MetricsOpen}
 	core.observed().addTo(&sc)
 	srv := server.New(sc)
 	started := Started{
@@ -99,9 +106,10 @@ func run(ctx context.Context, c Config, wire wiring, ready func(Started)) error 
 	if err == nil {
 		defer f.withdraw()
 		ready(started)
-		err = serve(ctx, ln, srv, c.Log)
+		err = serve(ctx, ln, srv, ports, c.Log)
 	}
 	srv.Close()
+	ports.Close()
 	return errors.Join(err, core.Close())
 }
 
@@ -112,10 +120,17 @@ func warnOfFUSE(log *slog.Logger) {
 	}
 }
 
-// serve answers requests until ctx ends; then it ends the listener and the
-// streams and lets other requests come to their end.
-func serve(ctx context.Context, ln net.Listener, srv *server.Server, log *slog.Logger) error {
-	hs := server.NewHTTPServer(srv, log)
+// serve answers requests, those for ports of sandboxes by ports and the others
+// by srv, until ctx ends; then it ends the listener and the streams and lets
+// other requests come to their end.
+func serve(ctx context.Context, ln net.Listener, srv *server.Server, ports *proxy.Proxy, log *slog.Logger) error {
+	hs := server.NewHTTPServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if ports.Match(r) {
+			ports.ServeHTTP(w, r)
+			return
+		}
+		srv.ServeHTTP(w, r)
+	}), log)
 	failed := make(chan error, 1)
 	go func() { failed <- hs.Serve(ln) }()
 	select {
@@ -127,6 +142,7 @@ func serve(ctx context.Context, ln net.Listener, srv *server.Server, log *slog.L
 	patience, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownPatience)
 	defer cancel()
 	go srv.Close()
+	go ports.Close()
 	err := hs.Shutdown(patience)
 	if errors.Is(err, context.DeadlineExceeded) {
 		log.Warn("requests were broken off")

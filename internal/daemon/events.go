@@ -91,17 +91,18 @@ func (o *observers) sink(log *slog.Logger) sandbox.Events {
 // eventData is the data of the types of events whose fields are plain. Those
 // of hibernations and resumes have the fields of their report as well.
 type eventData struct {
-	From       sandbox.State   `json:"from,omitempty"`
-	To         sandbox.State   `json:"to,omitempty"`
-	Reason     string          `json:"reason,omitempty"`
-	By         string          `json:"by,omitempty"`
-	Bytes      int64           `json:"bytes,omitempty"`
-	Denied     *sandbox.Denied `json:"denied,omitempty"`
-	Checkpoint string          `json:"checkpoint,omitempty"`
-	Forks      []string        `json:"forks,omitempty"`
-	Due        time.Time       `json:"due,omitzero"`
-	Action     sandbox.Action  `json:"action,omitempty"`
-	Suppressed int64           `json:"suppressed,omitempty"`
+	From       sandbox.State    `json:"from,omitempty"`
+	To         sandbox.State    `json:"to,omitempty"`
+	Reason     string           `json:"reason,omitempty"`
+	By         string           `json:"by,omitempty"`
+	Bytes      int64            `json:"bytes,omitempty"`
+	Hook       *sandbox.HookRun `json:"hook,omitempty"`
+	Denied     *sandbox.Denied  `json:"denied,omitempty"`
+	Checkpoint string           `json:"checkpoint,omitempty"`
+	Forks      []string         `json:"forks,omitempty"`
+	Due        time.Time        `json:"due,omitzero"`
+	Action     sandbox.Action   `json:"action,omitempty"`
+	Suppressed int64            `json:"suppressed,omitempty"`
 
 	*sandbox.ResumeReport
 }
@@ -120,7 +121,7 @@ func journalled(e sandbox.Event, suppressed int64) (events.Event, error) {
 		data = hibernatedData{e.Bytes, e.Hibernate}
 	} else {
 		data = eventData{
-			From: e.From, To: e.To, Reason: e.Reason, By: e.By, Bytes: e.Bytes, Denied: e.Denied,
+			From: e.From, To: e.To, Reason: e.Reason, By: e.By, Bytes: e.Bytes, Hook: e.Hook, Denied: e.Denied,
 			Checkpoint: e.Checkpoint, Forks: e.Forks, Due: e.Due, Action: e.Action, Suppressed: suppressed, ResumeReport: e.Resume,
 		}
 	}

@@ -110,6 +110,7 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 		StoreDir:     f.Store,
 		Build:        template.Options{CacheDir: f.Cache, GuestBinary: filepath.Join(filepath.Dir(c.Program), guestProgram)},
 		Console:      func(name string) string { return filepath.Join(f.Logs, name+".log") },
+		HookLog:      func(id string) string { return filepath.Join(f.Logs, id+".hooks") },
 		FreeBytes:    func() (int64, error) { return freeBytes(f.Store) },
 		GuestMemory:  guests, HibernateShare: c.DiskReserve,
 		Pool: c.Pool, ParkedMemory: parked, Pressure: pressure.watch, LowMemory: pressure.isLow,

@@ -92,7 +92,7 @@ func (t SelfTest) template(ctx context.Context, c *client.Client) error {
 // life creates a sandbox, lets it sleep and wake, and deletes it.
 func (t SelfTest) life(ctx context.Context, c *client.Client) (err error) {
 	t.step("create", "a sandbox of "+t.Template)
-	sb, err := c.Create(ctx, api.CreateRequest{Template: t.Template})
+	sb, err := c.Create(ctx, api.CreateRequest{Template: t.Template, Policy: &api.PolicyPatch{IdleTimeout: new(api.Duration)}})
 	if err != nil {
 		return fmt.Errorf("create a sandbox: %w", err)
 	}

@@ -12,8 +12,11 @@
 // Each armed failpoint that is reached is written, as a line of its own, to the
 // end of the file that HIB_FAILPOINT_LOG names, if it names one that exists.
 //
+// The variable HIB_FAILPOINT_CLOCK, a duration like 720h, lets [Now] show another
+// time: what a guest is told of a clock that runs ahead or behind.
+//
 // While HIB_FAILPOINT is unset, which is always so outside tests, Hit does
-// nothing.
+// nothing; while HIB_FAILPOINT_CLOCK is, Now is time.Now.
 package failpoint
 
 import (
@@ -24,6 +27,7 @@ import (
 	"strings"
 	"sync"
 	"syscall"
+	"time"
 )
 
 // Env is the environment variable that arms failpoints. It is read once.
@@ -32,6 +36,17 @@ const Env = "HIB_FAILPOINT"
 // LogEnv is the environment variable that names the file to which failpoints
 // are written when they are reached.
 const LogEnv = "HIB_FAILPOINT_LOG"
+
+// ClockEnv is the environment variable that shifts Now. It is read once.
+const ClockEnv = "HIB_FAILPOINT_CLOCK"
+
+var shift = sync.OnceValue(func() time.Duration {
+	d, _ := time.ParseDuration(os.Getenv(ClockEnv))
+	return d
+})
+
+// Now returns the host's time, shifted by what [ClockEnv] says.
+func Now() time.Time { return time.Now().Add(shift()) }
 
 // ErrInjected is what a failpoint armed with "error" returns, wrapped with the
 // failpoint's name.

@@ -29,6 +29,8 @@ type Config struct {
 	System System
 	Log    *slog.Logger
 
+	Hooks   string        // folder of the image's hooks; "" is /etc/hib/hooks
+	Cgroups string        // where the cgroup file system is mounted; "": hooks get no cgroups
 	Etc     string        // folder of passwd and group; "" is /etc
 	Cgroup  int           // descriptor of the cgroup that processes start in; -1: the agent's own
 	Stall   time.Duration // how long a client may read nothing of what waits for it; 0 is 5 s
@@ -55,6 +57,9 @@ func New(cfg Config) *Agent {
 	if cfg.Etc == "" {
 		cfg.Etc = "/etc"
 	}
+	if cfg.Hooks == "" {
+		cfg.Hooks = hooksDir
+	}
 	if cfg.Stall == 0 {
 		cfg.Stall = stallLimit
 	}
@@ -63,7 +68,8 @@ func New(cfg Config) *Agent {
 	}
 	a := &Agent{cfg: cfg, spawner: newSpawner(), metrics: newMeter("/proc", "/")}
 	gate := newGate()
-	a.control = newController(cfg.System, gate, cfg.Log, a.setIdentity)
+	hooks := &hookRunner{dir: cfg.Hooks, cages: newCages(cfg.Cgroups), spawner: a.spawner, accounts: a.accounts, env: a.environment, log: cfg.Log}
+	a.control = newController(cfg.System, gate, hooks, cfg.Log, a.setIdentity)
 	a.processes = &processService{
 		table: newTable(), spawner: a.spawner, gate: gate, accounts: a.accounts, env: a.environment,
 		cgroup: cfg.Cgroup, journal: cfg.Journal, stall: cfg.Stall,

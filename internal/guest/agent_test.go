@@ -55,6 +55,8 @@ func (f *fakeSystem) AddEntropy(b []byte) error {
 
 func (f *fakeSystem) SetIdentity(_, _, _ string) error { return f.record("identity") }
 
+func (f *fakeSystem) RenewBootID() error { return f.record("boot_id") }
+
 func (f *fakeSystem) DestroySockets(keep Flow) (int, error) {
 	f.kept = keep
 	return 3, f.record("sockets")

@@ -52,26 +52,60 @@ func Main(log *slog.Logger) error {
 		log.Warn("processes run without a cgroup and will not be frozen", "err", err)
 		cgroup = -1
 	}
-	a := New(Config{System: NewSystem(), Log: log, Cgroup: cgroup})
+	a := New(Config{System: NewSystem(), Log: log, Cgroup: cgroup, Cgroups: cgroupRoot})
 	signal.Notify(a.spawner.exits, unix.SIGCHLD)
 	go a.spawner.reapOrphans()
 	// The first process takes no orders from those in the guest. Ignored signals
 	// would stay ignored in every process that it starts; those that are caught do not.
-	signal.Notify(make(chan os.Signal, 1), unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
+	// Uncaught, some of them would end the agent, and the machine with it.
+	signal.Notify(make(chan os.Signal, 1), deafTo()...)
 
 	// First the calls: who finds HTTP need not look for them again.
 	ctx, n := context.Background(), readNetwork()
-	if c, err := listenForCalls(a.control, netip.AddrPortFrom(n.address.Addr(), guestapi.CallPort), n.gateway); err != nil {
-		log.Warn("calls are taken over HTTP alone", "err", err)
-	} else {
-		go func() { warn(log, "go on to serve calls", c.serve(ctx)) }()
-	}
-	l, err := listen(ctx)
-	if err != nil {
+	go func() { warn(log, "keep the network up", n.keep(ctx, log)) }()
+	at := netip.AddrPortFrom(n.address.Addr(), guestapi.CallPort)
+	c, err := listenForCalls(a.control, at, n.gateway)
+	warn(log, "take calls as frames", err)
+	go again(log, "go on to serve calls", func() (err error) {
+		if c == nil {
+			if c, err = listenForCalls(a.control, at, n.gateway); err != nil {
+				return err
+			}
+		}
+		err, c = c.serve(ctx), nil
 		return err
+	})
+	again(log, "serve", func() error {
+		l, err := listen(ctx)
+		if err != nil {
+			return err
+		}
+		log.Info("the agent serves", "address", l.Addr().String())
+		return a.Serve(ctx, l)
+	})
+	return nil
+}
+
+// again does for ever what ends only when a program in the guest makes it: a
+// user may close any socket, and the machine must not end with it.
+func again(log *slog.Logger, what string, do func() error) {
+	for {
+		warn(log, what, do())
+		time.Sleep(time.Second)
 	}
-	log.Info("the agent serves", "address", l.Addr().String())
-	return a.Serve(ctx, l)
+}
+
+// deafTo returns the signals that the agent takes no notice of: all that can be
+// caught, but those that the runtime and the reaper need.
+func deafTo() (all []os.Signal) {
+	for n := unix.Signal(1); n <= 64; n++ {
+		switch n {
+		case unix.SIGKILL, unix.SIGSTOP, unix.SIGCHLD, unix.SIGURG:
+		default:
+			all = append(all, n)
+		}
+	}
+	return all
 }
 
 // Boot makes a running system of an initramfs: devices, the base image with a

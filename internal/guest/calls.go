@@ -103,14 +103,14 @@ func (c *calls) call(frame []byte, in call) []byte {
 	in.token = req.Token
 	var answer []byte
 	switch req.Operation {
-	case guestapi.OpInit:
+	case guestapi.OpInit, guestapi.OpInitHooks:
 		var resp guestapi.InitResponse
 		resp, err = c.control.init(in, req.Init)
-		answer = guestapi.EncodeInitAnswer(resp)
-	case guestapi.OpFreeze:
+		answer = guestapi.EncodeInitAnswer(req.Operation, resp)
+	case guestapi.OpFreeze, guestapi.OpFreezeHooks:
 		var resp guestapi.FreezeResponse
 		resp, err = c.control.freeze(in, req.Freeze)
-		answer = guestapi.EncodeFreezeAnswer(resp)
+		answer = guestapi.EncodeFreezeAnswer(req.Operation, resp)
 	}
 	switch {
 	case err == nil:

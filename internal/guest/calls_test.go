@@ -72,7 +72,7 @@ func TestCallsOverFrames(t *testing.T) {
 	if _, err := guestapi.FreezeOver(ctx, dial(), "token", guestapi.FreezeRequest{Attempt: 1, Deadline: time.Minute}); err != nil || !g.system.isFrozen() {
 		t.Errorf("freeze: %v, frozen %v", err, g.system.isFrozen())
 	}
-	if err := g.control.Thaw(ctx, "token", guestapi.ThawRequest{Attempt: 1}); err != nil || g.system.isFrozen() {
+	if _, err := g.control.Thaw(ctx, "token", guestapi.ThawRequest{Attempt: 1}); err != nil || g.system.isFrozen() {
 		t.Errorf("thaw: %v, frozen %v", err, g.system.isFrozen())
 	}
 }
@@ -86,7 +86,7 @@ func TestCallsOverFramesAreRefused(t *testing.T) {
 		_, err := guestapi.FreezeOver(ctx, dial(), token, guestapi.FreezeRequest{Attempt: attempt, Deadline: time.Minute})
 		return err
 	}
-	if err := g.control.Thaw(ctx, "token", guestapi.ThawRequest{Attempt: 3}); err != nil {
+	if _, err := g.control.Thaw(ctx, "token", guestapi.ThawRequest{Attempt: 3}); err != nil {
 		t.Fatal(err)
 	}
 	if err := freeze("wrong", 4); !errors.Is(err, guestapi.ErrUnauthorized) {

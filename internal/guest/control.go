@@ -1,12 +1,14 @@
 package guest
 
 import (
+	"context"
 	"crypto/rand"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"net"
 	"net/http"
 	"net/netip"
@@ -34,14 +36,70 @@ type controller struct {
 	system   System
 	gate     *gate
 	log      *slog.Logger
+	hooks    *hookRunner
 	identify func(*guestapi.Identity)
+	abort    interrupter
 
-	mu       sync.Mutex
-	token    string // "" until the first init has set it
-	last     *initRecord
-	frozen   uint64 // attempt that the guest is frozen for, 0: none
-	thawed   uint64 // the highest attempt that was thawed; it and those before are refused
-	selfThaw *time.Timer
+	mu         sync.Mutex
+	token      string // "" until the first init has set it
+	last       *initRecord
+	frozen     uint64 // attempt that the guest is frozen for, 0: none
+	thawed     uint64 // the highest attempt that was thawed; it and those before are refused
+	selfThaw   *time.Timer
+	generation uint64 // of the last init
+
+	// From the begin of a freeze until the init or the thaw that ends it.
+	prepared bool            // pre-hibernate hooks were run
+	given    []guestapi.Hook // the sandbox's, from the freeze
+	waking   *hookSet        // the image's post-resume hooks, looked for while nobody could change them; nil: not
+}
+
+// interrupter ends the hooks that a freeze is running, when the hibernation was
+// given up meanwhile: the calls that say so do not get the controller's lock
+// before.
+type interrupter struct {
+	mu      sync.Mutex
+	token   string             // of calls that may do so
+	attempt uint64             // that is being frozen
+	cancel  context.CancelFunc // nil: no hooks are being run
+	givenUp uint64             // attempts up to this one get no hooks
+}
+
+// begin returns the context of an attempt's hooks. end must be called.
+func (i *interrupter) begin(attempt uint64, token string) (ctx context.Context, end func()) {
+	ctx, cancel := context.WithCancel(context.Background())
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.token, i.attempt, i.cancel = token, attempt, cancel
+	if attempt <= i.givenUp {
+		cancel()
+	}
+	return ctx, func() {
+		i.mu.Lock()
+		defer i.mu.Unlock()
+		i.cancel = nil
+		cancel()
+	}
+}
+
+// giveUp ends the hooks of attempt and of those before it.
+func (i *interrupter) giveUp(attempt uint64, token string) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if i.token == "" || !sameToken(token, i.token) {
+		return
+	}
+	i.givenUp = max(i.givenUp, attempt)
+	if i.cancel != nil && i.attempt <= attempt {
+		i.cancel()
+	}
+}
+
+// renew begins to count anew, for calls with token.
+func (i *interrupter) renew(token string) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.token, i.givenUp = token, 0
 }
 
 // initRecord remembers the last init, so that one whose answer was lost can be
@@ -54,8 +112,8 @@ type initRecord struct {
 	response   guestapi.InitResponse
 }
 
-func newController(s System, g *gate, log *slog.Logger, identify func(*guestapi.Identity)) *controller {
-	return &controller{system: s, gate: g, log: log, identify: identify}
+func newController(s System, g *gate, hooks *hookRunner, log *slog.Logger, identify func(*guestapi.Identity)) *controller {
+	return &controller{system: s, gate: g, hooks: hooks, log: log, identify: identify}
 }
 
 func (c *controller) register(mux *http.ServeMux) {
@@ -63,6 +121,7 @@ func (c *controller) register(mux *http.ServeMux) {
 	mux.HandleFunc("POST "+guestapi.FreezePath, serveControl(c.freeze))
 	mux.HandleFunc("POST "+guestapi.ThawPath, serveControl(c.thaw))
 	mux.HandleFunc("POST "+guestapi.ClockPath, serveControl(c.clock))
+	mux.HandleFunc("POST "+guestapi.HooksPath, serveControl(c.takeHooks))
 }
 
 // call is what a control call comes with beside its body.
@@ -124,6 +183,7 @@ func (s *steps) do(name string, fn func() error) {
 }
 
 func (c *controller) init(in call, req guestapi.InitRequest) (guestapi.InitResponse, error) {
+	c.abort.giveUp(math.MaxUint64, in.token) // a freeze that was under way when the snapshot was taken
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if repeated := c.last; repeated != nil && repeated.matches(req) && (sameToken(in.token, repeated.token) || sameToken(in.token, c.token)) {
@@ -147,6 +207,9 @@ func (c *controller) init(in call, req guestapi.InitRequest) (guestapi.InitRespo
 		s.do("identity", func() error { return c.system.SetIdentity(id.ID, id.Hostname, id.MachineID) })
 		c.identify(id)
 	}
+	if isCopy(req.Reason) {
+		s.do("boot_id", c.system.RenewBootID)
+	}
 	if resetsSockets(req.Reason) {
 		s.do("sockets", func() (err error) {
 			resp.SocketsDestroyed, err = c.system.DestroySockets(in.flow)
@@ -155,12 +218,77 @@ func (c *controller) init(in call, req guestapi.InitRequest) (guestapi.InitRespo
 	}
 	s.do("generation", func() error { return c.system.Publish(req.Generation) })
 	s.do("thaw", func() error { return c.release(c.frozen) })
+	c.generation = req.Generation
+	resp.Hooks = c.wake(s, req)
 	resp.Warnings = s.warnings
 	if req.Reason != guestapi.ReasonCancelled { // which happens any number of times in one generation
 		c.last = recordInit(in, req, resp)
 	}
 	c.token = c.nextToken(req)
+	c.abort.renew(c.token)
 	return resp, nil
+}
+
+// wake runs the post-resume hooks after an init.
+func (c *controller) wake(s *steps, req guestapi.InitRequest) []guestapi.HookResult {
+	set := c.postResume(req.Hooks)
+	if req.Reason == guestapi.ReasonBoot {
+		return nil
+	}
+	return c.runHooks(context.Background(), s, set, occasion{
+		event: guestapi.EventPostResume, reason: req.Reason, snapshot: req.Snapshot, generation: req.Generation,
+		slept: time.Duration(min(req.SleptSeconds, 1e9) * float64(time.Second)),
+	}, guestapi.MaxHookTimeout)
+}
+
+// postResume returns the post-resume hooks and ends what freeze remembered.
+func (c *controller) postResume(given []guestapi.Hook) hookSet {
+	set := hookSet{}
+	if c.waking != nil {
+		set = *c.waking
+	} else {
+		set = c.hooks.scan(guestapi.EventPostResume)
+	}
+	c.prepared, c.given, c.waking = false, nil, nil
+	return set.with(guestapi.EventPostResume, given)
+}
+
+// runHooks runs a set as the step "hooks" of a call, which there is only where
+// there are hooks.
+func (c *controller) runHooks(ctx context.Context, s *steps, set hookSet, o occasion, budget time.Duration) (results []guestapi.HookResult) {
+	if len(set.hooks) == 0 {
+		s.warnings = append(s.warnings, set.warnings...)
+		return nil
+	}
+	s.do("hooks", func() error {
+		var warnings []string
+		results, warnings = c.hooks.run(ctx, set, o, budget)
+		s.warnings = append(s.warnings, warnings...)
+		return nil
+	})
+	return results
+}
+
+// afterCancel runs the post-resume hooks of a hibernation that did not happen,
+// if it came to its own hooks.
+func (c *controller) afterCancel(s *steps, reason string) []guestapi.HookResult {
+	if !c.prepared {
+		return nil
+	}
+	if reason == "" {
+		reason = guestapi.ReasonCancelled
+	}
+	return c.runHooks(context.Background(), s, c.postResume(c.given),
+		occasion{event: guestapi.EventPostResume, reason: reason, generation: c.generation}, cancelBudget)
+}
+
+func (c *controller) takeHooks(in call, _ guestapi.HooksRequest) (guestapi.HooksResponse, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err := c.authorise(in); err != nil {
+		return guestapi.HooksResponse{}, err
+	}
+	return guestapi.HooksResponse{Hooks: c.hooks.take()}, nil
 }
 
 // nextToken returns the token of the calls after req. A copy of a sandbox, and
@@ -175,6 +303,7 @@ func (c *controller) nextToken(req guestapi.InitRequest) string {
 
 func recordInit(in call, req guestapi.InitRequest, resp guestapi.InitResponse) *initRecord {
 	r := &initRecord{token: in.token, reason: req.Reason, generation: req.Generation, response: resp}
+	r.response.Hooks = nil // what they printed is not worth the memory
 	if req.Identity != nil {
 		r.id = req.Identity.ID
 	}
@@ -187,6 +316,16 @@ func (r *initRecord) matches(req guestapi.InitRequest) bool {
 		id = req.Identity.ID
 	}
 	return r.generation == req.Generation && r.reason == req.Reason && r.id == id
+}
+
+// isCopy says if there may be another guest with the same past: ids that are
+// made of the boot's must differ. A resume is no boot.
+func isCopy(reason string) bool {
+	switch reason {
+	case guestapi.ReasonCreate, guestapi.ReasonFork, guestapi.ReasonRestore:
+		return true
+	}
+	return false
 }
 
 // resetsSockets says if connections from before cannot go on: after a cancelled
@@ -242,21 +381,51 @@ func (c *controller) freeze(in call, req guestapi.FreezeRequest) (guestapi.Freez
 	if req.Attempt == 0 || req.Deadline <= 0 || req.Deadline > maxDeadline {
 		return guestapi.FreezeResponse{}, fmt.Errorf("%w: attempt %d with deadline %v", errBadRequest, req.Attempt, req.Deadline)
 	}
-	if req.Attempt <= c.thawed || req.Attempt < c.frozen {
+	if req.Attempt <= c.thawed || req.Attempt < c.frozen || req.Generation != 0 && req.Generation != c.generation {
 		return guestapi.FreezeResponse{}, errThawed
 	}
 	s := newSteps()
+	var ran []guestapi.HookResult
 	if c.frozen == 0 {
+		var ok bool
+		if ran, ok = c.prepare(s, req); !ok {
+			c.hooks.keep(ran)
+			return guestapi.FreezeResponse{}, errThawed
+		}
 		s.do("freeze", func() error {
 			if !c.gate.shut(freezeTimeout) {
 				return errors.New("a process is being started and hangs: the others are not stopped")
 			}
 			return c.system.Freeze(freezeTimeout)
 		})
+		// Nothing can change them until the thaw, and then there is no time to look.
+		waking := c.hooks.scan(guestapi.EventPostResume)
+		c.waking = &waking
 	}
 	c.frozen = req.Attempt
-	c.armSelfThaw(req.Attempt, req.Deadline)
-	return guestapi.FreezeResponse{Steps: s.times, Warnings: s.warnings}, nil
+	c.armSelfThaw(req.Attempt, max(req.Deadline-time.Since(in.received), time.Millisecond))
+	return guestapi.FreezeResponse{Steps: s.times, Warnings: s.warnings, Hooks: append(c.hooks.take(), ran...)}, nil
+}
+
+// prepare runs the pre-hibernate hooks, for at most half of the time that the
+// hibernation may take. False: it was given up meanwhile.
+func (c *controller) prepare(s *steps, req guestapi.FreezeRequest) (ran []guestapi.HookResult, ok bool) {
+	set := c.hooks.scan(guestapi.EventPreHibernate).with(guestapi.EventPreHibernate, req.Hooks)
+	c.prepared, c.given, c.waking = true, req.Hooks, nil
+	if len(set.hooks) == 0 {
+		s.warnings = append(s.warnings, set.warnings...)
+		return nil, true
+	}
+	reason := req.Reason
+	if reason == "" {
+		reason = guestapi.ReasonHibernate
+	}
+	ctx, end := c.abort.begin(req.Attempt, c.token)
+	defer end()
+	ran = c.runHooks(ctx, s, set, occasion{
+		event: guestapi.EventPreHibernate, reason: reason, snapshot: req.Snapshot, generation: c.generation,
+	}, min(guestapi.MaxHookTimeout, req.Deadline/2))
+	return ran, ctx.Err() == nil
 }
 
 // armSelfThaw thaws the guest at the deadline if nobody did anything about the
@@ -274,6 +443,7 @@ func (c *controller) armSelfThaw(attempt uint64, deadline time.Duration) {
 			c.log.Error("thaw after the deadline", "attempt", attempt, "err", err)
 			return
 		}
+		c.hooks.keep(c.afterCancel(newSteps(), ""))
 		c.log.Warn("thawed by itself: the hibernation was not finished in time", "attempt", attempt)
 	})
 }
@@ -285,21 +455,30 @@ func (c *controller) stopSelfThaw() {
 	}
 }
 
-func (c *controller) thaw(in call, req guestapi.ThawRequest) (struct{}, error) {
+func (c *controller) thaw(in call, req guestapi.ThawRequest) (guestapi.ThawResponse, error) {
+	c.abort.giveUp(req.Attempt, in.token)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if err := c.authorise(in); err != nil {
-		return struct{}{}, err
+		return guestapi.ThawResponse{}, err
 	}
 	if req.Attempt == 0 {
-		return struct{}{}, fmt.Errorf("%w: attempt 0", errBadRequest)
+		return guestapi.ThawResponse{}, fmt.Errorf("%w: attempt 0", errBadRequest)
 	}
 	if req.UnixNano != 0 {
 		if err := c.setClock(in, req.UnixNano); err != nil {
 			c.log.Error("set the clock", "err", err) // no reason to stay frozen
 		}
 	}
-	return struct{}{}, c.release(req.Attempt)
+	if err := c.release(req.Attempt); err != nil {
+		return guestapi.ThawResponse{}, err
+	}
+	s := newSteps()
+	var ran []guestapi.HookResult
+	if c.frozen == 0 {
+		ran = c.afterCancel(s, req.Reason)
+	}
+	return guestapi.ThawResponse{Warnings: s.warnings, Hooks: append(c.hooks.take(), ran...)}, nil
 }
 
 func (c *controller) clock(in call, req guestapi.ClockRequest) (struct{}, error) {

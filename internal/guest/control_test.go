@@ -42,10 +42,10 @@ func TestInitActsInItsOrder(t *testing.T) {
 		identity *guestapi.Identity
 		want     string
 	}{
-		{guestapi.ReasonCreate, identity(), "clock entropy identity sockets publish thaw"},
-		{guestapi.ReasonFork, identity(), "clock entropy identity sockets publish thaw"},
+		{guestapi.ReasonCreate, identity(), "clock entropy identity boot_id sockets publish thaw"},
+		{guestapi.ReasonFork, identity(), "clock entropy identity boot_id sockets publish thaw"},
 		{guestapi.ReasonResume, nil, "clock entropy sockets publish thaw"},
-		{guestapi.ReasonRestore, nil, "clock entropy sockets publish thaw"},
+		{guestapi.ReasonRestore, nil, "clock entropy boot_id sockets publish thaw"},
 		{guestapi.ReasonCancelled, nil, "clock entropy publish thaw"},
 	} {
 		t.Run(c.reason, func(t *testing.T) {
@@ -159,7 +159,7 @@ func TestControlCallsNeedTheToken(t *testing.T) {
 		if !errors.Is(err, guestapi.ErrUnauthorized) {
 			t.Errorf("freeze with %q: %v", token, err)
 		}
-		if err := g.control.Thaw(ctx, token, guestapi.ThawRequest{Attempt: 1}); !errors.Is(err, guestapi.ErrUnauthorized) {
+		if _, err := g.control.Thaw(ctx, token, guestapi.ThawRequest{Attempt: 1}); !errors.Is(err, guestapi.ErrUnauthorized) {
 			t.Errorf("thaw with %q: %v", token, err)
 		}
 	}
@@ -185,7 +185,7 @@ func TestFreezeAndThaw(t *testing.T) {
 	}
 	thaw := func(attempt uint64) {
 		t.Helper()
-		if err := g.control.Thaw(ctx, "token", guestapi.ThawRequest{Attempt: attempt}); err != nil {
+		if _, err := g.control.Thaw(ctx, "token", guestapi.ThawRequest{Attempt: attempt}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -272,7 +272,7 @@ func TestStartWaitsWhileFrozen(t *testing.T) {
 	if err != nil || len(list.Msg.Processes) != 0 {
 		t.Fatalf("%v, %v", list, err)
 	}
-	if err := g.control.Thaw(ctx, "token", guestapi.ThawRequest{Attempt: 1}); err != nil {
+	if _, err := g.control.Thaw(ctx, "token", guestapi.ThawRequest{Attempt: 1}); err != nil {
 		t.Fatal(err)
 	}
 	if err := <-started; err != nil {

@@ -19,6 +19,8 @@ const (
 	runPath        = "/run/hib"
 	generationFile = runPath + "/generation"
 	idFile         = runPath + "/id"
+	bootIDFile     = runPath + "/boot_id"
+	kernelBootID   = "/proc/sys/kernel/random/boot_id"
 
 	// ioctls of include/uapi/linux/random.h, which the system package does not name.
 	rndAddEntropy = 0x40085203
@@ -70,10 +72,45 @@ func (*linux) SetIdentity(id, hostname, machineID string) error {
 		unix.Sethostname([]byte(hostname)),
 		replaceFile("/etc/hostname", hostname+"\n"),
 		writeHosts("/etc/hosts", hostname),
-		replaceFile("/etc/machine-id", machineID+"\n"),
+		writeMachineID("/etc/machine-id", "/var/lib/dbus/machine-id", machineID),
 		os.MkdirAll(runPath, 0o755),
 		replaceFile(idFile, id+"\n"),
 	)
+}
+
+// writeMachineID writes the machine's id, and its older place where an image
+// has a copy there instead of a link.
+func writeMachineID(path, older, id string) error {
+	err := replaceFile(path, id+"\n")
+	if info, statErr := os.Lstat(older); statErr == nil && info.Mode().IsRegular() {
+		err = errors.Join(err, replaceFile(older, id+"\n"))
+	}
+	return err
+}
+
+// RenewBootID puts a file over the kernel's, which is written over from the
+// second time on.
+func (*linux) RenewBootID() error {
+	id, err := os.ReadFile("/proc/sys/kernel/random/uuid")
+	if err != nil {
+		return err
+	}
+	_, statErr := os.Stat(bootIDFile)
+	f, err := os.OpenFile(bootIDFile, os.O_CREATE|os.O_WRONLY, 0o444)
+	if err != nil {
+		return err
+	}
+	_, err = f.WriteAt(id, 0)
+	if err := errors.Join(err, f.Close()); err != nil {
+		return err
+	}
+	if statErr == nil {
+		return nil
+	}
+	if err := unix.Mount(bootIDFile, kernelBootID, "", unix.MS_BIND, ""); err != nil {
+		return errors.Join(err, os.Remove(bootIDFile))
+	}
+	return nil
 }
 
 func (l *linux) DestroySockets(keep Flow) (int, error) {

@@ -126,14 +126,15 @@ func addAddress(s *netlinkSocket, index int, prefix netip.Prefix) error {
 	return ignoreExists(s.do(unix.RTM_NEWADDR, unix.NLM_F_CREATE|unix.NLM_F_REPLACE, payload))
 }
 
-// addDefaultRoute sends all that is not local to a gateway.
+// addDefaultRoute sends all that is not local to a gateway, unless there is such
+// a route already.
 func addDefaultRoute(s *netlinkSocket, gateway netip.Addr) error {
 	payload := append([]byte(nil), wire(&unix.RtMsg{
 		Family: unix.AF_INET, Table: unix.RT_TABLE_MAIN, Protocol: unix.RTPROT_BOOT,
 		Scope: unix.RT_SCOPE_UNIVERSE, Type: unix.RTN_UNICAST,
 	})...)
 	payload = append(payload, attribute(unix.RTA_GATEWAY, gateway.AsSlice())...)
-	return ignoreExists(s.do(unix.RTM_NEWROUTE, unix.NLM_F_CREATE|unix.NLM_F_REPLACE, payload))
+	return ignoreExists(s.do(unix.RTM_NEWROUTE, unix.NLM_F_CREATE|unix.NLM_F_EXCL, payload))
 }
 
 func ignoreExists(err error) error {

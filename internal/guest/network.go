@@ -11,6 +11,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/hibernacle/hibernacle/internal/guestapi"
 )
 
@@ -69,13 +71,15 @@ func (n network) up() error {
 		return err
 	}
 	defer s.close()
-	var failed error
-	if lo, err := net.InterfaceByName("lo"); err != nil {
-		failed = err
-	} else {
-		failed = bringUp(s, lo.Index, 0)
+	return errors.Join(bringLoopbackUp(s), n.configureCard(s), n.writeFiles())
+}
+
+func bringLoopbackUp(s *netlinkSocket) error {
+	lo, err := net.InterfaceByName("lo")
+	if err != nil {
+		return err
 	}
-	return errors.Join(failed, n.configureCard(s), n.writeFiles())
+	return bringUp(s, lo.Index, 0)
 }
 
 func (n network) configureCard(s *netlinkSocket) error {
@@ -88,6 +92,14 @@ func (n network) configureCard(s *netlinkSocket) error {
 	}
 	if err := addAddress(s, card.Index, n.address); err != nil {
 		return fmt.Errorf("give %s the address %v: %w", card.Name, n.address, err)
+	}
+	own := netip.PrefixFrom(n.address.Addr(), 32)
+	err = errors.Join(
+		addRoute(s, card.Index, unix.RT_TABLE_LOCAL, unix.RT_SCOPE_HOST, unix.RTN_LOCAL, own, n.address.Addr()),
+		addRoute(s, card.Index, unix.RT_TABLE_MAIN, unix.RT_SCOPE_LINK, unix.RTN_UNICAST, n.address, n.address.Addr()),
+	)
+	if err != nil {
+		return fmt.Errorf("route to %v over %s: %w", n.address.Masked(), card.Name, err)
 	}
 	if err := addDefaultRoute(s, n.gateway); err != nil {
 		return fmt.Errorf("route to %v: %w", n.gateway, err)

@@ -17,6 +17,8 @@ type System interface {
 	// SetIdentity sets the host name and machine id and publishes the
 	// sandbox's id.
 	SetIdentity(id, hostname, machineID string) error
+	// RenewBootID gives the system another boot id.
+	RenewBootID() error
 	// DestroySockets resets every TCP connection that does not stay within
 	// the guest, except keep, and returns how many.
 	DestroySockets(keep Flow) (int, error)

@@ -447,7 +447,7 @@ func (m *machine) testFreeze(t *testing.T) {
 		t.Fatalf("a start did not wait: %q", got)
 	default:
 	}
-	if err := m.control.Thaw(ctx, secondToken, guestapi.ThawRequest{Attempt: 1}); err != nil {
+	if _, err := m.control.Thaw(ctx, secondToken, guestapi.ThawRequest{Attempt: 1}); err != nil {
 		t.Fatal(err)
 	}
 	if got := <-waiting; got != "started\n" {

@@ -33,7 +33,8 @@ var (
 
 // What of an answer is taken at most. A guest may send anything.
 const (
-	maxAnswer   = 64 << 10
+	maxHeader   = 64 << 10
+	maxAnswer   = 1 << 20
 	maxText     = 512 // of one message, in bytes
 	maxWarnings = 32
 	maxSteps    = 64
@@ -56,7 +57,7 @@ func HTTPClient(dial Dial) *http.Client {
 			DialContext:            func(ctx context.Context, _, _ string) (net.Conn, error) { return dial(ctx) },
 			DisableKeepAlives:      true,
 			DisableCompression:     true,
-			MaxResponseHeaderBytes: maxAnswer,
+			MaxResponseHeaderBytes: maxHeader,
 		},
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
@@ -85,6 +86,7 @@ func (c *Client) Init(ctx context.Context, token string, req InitRequest) (InitR
 	resp.AgentVersion = printable(resp.AgentVersion)
 	resp.SocketsDestroyed = max(resp.SocketsDestroyed, 0)
 	resp.Steps, resp.Warnings = boundSteps(resp.Steps), boundWarnings(resp.Warnings)
+	resp.Hooks = BoundHookResults(resp.Hooks)
 	return resp, nil
 }
 
@@ -96,13 +98,29 @@ func (c *Client) Freeze(ctx context.Context, token string, req FreezeRequest) (F
 		return FreezeResponse{}, err
 	}
 	resp.Steps, resp.Warnings = boundSteps(resp.Steps), boundWarnings(resp.Warnings)
+	resp.Hooks = BoundHookResults(resp.Hooks)
 	return resp, nil
 }
 
 // Thaw lets the user's processes go on. The attempt is refused from then on,
 // whether it was frozen or not.
-func (c *Client) Thaw(ctx context.Context, token string, req ThawRequest) error {
-	return c.post(ctx, ThawPath, token, req, &struct{}{})
+func (c *Client) Thaw(ctx context.Context, token string, req ThawRequest) (ThawResponse, error) {
+	var resp ThawResponse
+	if err := c.post(ctx, ThawPath, token, req, &resp); err != nil {
+		return ThawResponse{}, err
+	}
+	resp.Warnings, resp.Hooks = boundWarnings(resp.Warnings), BoundHookResults(resp.Hooks)
+	return resp, nil
+}
+
+// Hooks returns the results of background hooks that nobody has got yet.
+func (c *Client) Hooks(ctx context.Context, token string) (HooksResponse, error) {
+	var resp HooksResponse
+	if err := c.post(ctx, HooksPath, token, HooksRequest{}, &resp); err != nil {
+		return HooksResponse{}, err
+	}
+	resp.Hooks = BoundHookResults(resp.Hooks)
+	return resp, nil
 }
 
 // Clock sets the wall clock.

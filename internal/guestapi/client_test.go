@@ -52,7 +52,7 @@ func TestCallsCarryTokenAndBody(t *testing.T) {
 }
 
 func TestHostileAnswersAreBounded(t *testing.T) {
-	huge := strings.Repeat("x", 1<<20)
+	huge := strings.Repeat("x", 2<<20)
 	for _, c := range []struct {
 		name   string
 		status int
@@ -100,7 +100,7 @@ func TestHostileKeepAwakeIsBounded(t *testing.T) {
 
 func TestRefusalsAreKnown(t *testing.T) {
 	for status, want := range map[int]error{401: guestapi.ErrUnauthorized, 409: guestapi.ErrRefused} {
-		if err := clientOf(t, answer(status, "{}")).Thaw(t.Context(), "t", guestapi.ThawRequest{}); !errors.Is(err, want) {
+		if _, err := clientOf(t, answer(status, "{}")).Thaw(t.Context(), "t", guestapi.ThawRequest{}); !errors.Is(err, want) {
 			t.Errorf("%d: %v", status, err)
 		}
 	}
@@ -136,4 +136,15 @@ func ExampleHTTPClient() {
 	req, _ := http.NewRequest(http.MethodGet, guestapi.BaseURL+"/files?path=notes.txt", nil)
 	req.Header.Set(guestapi.AccessHeader, "the sandbox's access token")
 	_ = client // client.Do(req); processconnect.NewProcessClient(client, guestapi.BaseURL)
+}
+
+func TestIsControl(t *testing.T) {
+	for p, want := range map[string]bool{
+		"/init": true, "/INIT": true, "init/": true, "/x/../freeze": true, "//thaw/more": true, "/clock": true, "/awake": true,
+		"/health": false, "/files": false, "/initial": false, "/": false, "/process.Process/Start": false, "/x/init": false,
+	} {
+		if got := guestapi.IsControl(p); got != want {
+			t.Errorf("%s: %v", p, got)
+		}
+	}
 }

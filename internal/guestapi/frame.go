@@ -8,6 +8,7 @@ import (
 	"io"
 	"math"
 	"net"
+	"strings"
 	"time"
 )
 
@@ -28,7 +29,20 @@ type Operation byte
 const (
 	OpInit   Operation = 1
 	OpFreeze Operation = 2
+
+	// With hooks, and their results in the answer. Agents of before do not know them.
+	OpInitHooks   Operation = 3
+	OpFreezeHooks Operation = 4
 )
+
+// ErrNoHooks means that the agent is one of before hooks: InitOver and FreezeOver
+// did nothing, and must be replaced by InitWithoutHooks and FreezeWithoutHooks,
+// each over a new connection.
+var ErrNoHooks = errors.New("the agent knows no hooks")
+
+// unknownOperation is how an agent's answer to an operation begins that it does
+// not know.
+const unknownOperation = "unknown operation"
 
 // Status is the first byte of an answer's frame.
 type Status byte
@@ -44,10 +58,22 @@ const (
 
 // InitOver is Client.Init over a connection to CallPort, which it leaves open.
 func InitOver(ctx context.Context, conn net.Conn, token string, req InitRequest) (InitResponse, error) {
+	return initOver(ctx, conn, OpInitHooks, token, req)
+}
+
+// InitWithoutHooks is InitOver for agents that know no hooks.
+func InitWithoutHooks(ctx context.Context, conn net.Conn, token string, req InitRequest) (InitResponse, error) {
+	return initOver(ctx, conn, OpInit, token, req)
+}
+
+func initOver(ctx context.Context, conn net.Conn, op Operation, token string, req InitRequest) (InitResponse, error) {
 	var resp InitResponse
-	err := callOver(ctx, conn, EncodeInit(token, req), func(d *decoder) {
+	err := callOver(ctx, conn, EncodeInit(op, token, req), func(d *decoder) {
 		resp.AgentVersion, resp.SocketsDestroyed = printable(d.text()), int(d.uint32())
 		resp.Steps, resp.Warnings = d.outcome()
+		if op == OpInitHooks {
+			resp.Hooks = BoundHookResults(decodeList[HookResult](d))
+		}
 	})
 	if err != nil {
 		return InitResponse{}, fmt.Errorf("agent call init: %w", err)
@@ -62,9 +88,21 @@ const closeWait = 200 * time.Millisecond
 // agent has closed the connection, or does not within 0.2 s: a guest that is
 // paused earlier would begin its next life with that.
 func FreezeOver(ctx context.Context, conn net.Conn, token string, req FreezeRequest) (FreezeResponse, error) {
+	return freezeOver(ctx, conn, OpFreezeHooks, token, req)
+}
+
+// FreezeWithoutHooks is FreezeOver for agents that know no hooks.
+func FreezeWithoutHooks(ctx context.Context, conn net.Conn, token string, req FreezeRequest) (FreezeResponse, error) {
+	return freezeOver(ctx, conn, OpFreeze, token, req)
+}
+
+func freezeOver(ctx context.Context, conn net.Conn, op Operation, token string, req FreezeRequest) (FreezeResponse, error) {
 	var resp FreezeResponse
-	err := callOver(ctx, conn, EncodeFreeze(token, req), func(d *decoder) {
+	err := callOver(ctx, conn, EncodeFreeze(op, token, req), func(d *decoder) {
 		resp.Steps, resp.Warnings = d.outcome()
+		if op == OpFreezeHooks {
+			resp.Hooks = BoundHookResults(decodeList[HookResult](d))
+		}
 	})
 	if err != nil {
 		return FreezeResponse{}, fmt.Errorf("agent call freeze: %w", err)
@@ -108,7 +146,11 @@ func readStatus(answer []byte, read func(*decoder)) error {
 	case StatusRefused:
 		return ErrRefused
 	default:
-		return fmt.Errorf("the agent answered %d: %s", status, printable(d.text()))
+		text := d.text()
+		if status == StatusInvalid && strings.HasPrefix(text, unknownOperation) {
+			return ErrNoHooks
+		}
+		return fmt.Errorf("the agent answered %d: %s", status, printable(text))
 	}
 }
 
@@ -127,9 +169,10 @@ func ReadFrame(r io.Reader, limit int) ([]byte, error) {
 	return b, err
 }
 
-// EncodeInit returns the frame of an init.
-func EncodeInit(token string, req InitRequest) []byte {
-	e := newFrame(byte(OpInit))
+// EncodeInit returns the frame of an init: op is OpInit, which leaves hooks out,
+// or OpInitHooks.
+func EncodeInit(op Operation, token string, req InitRequest) []byte {
+	e := newFrame(byte(op))
 	e.text(token)
 	e.text(req.Reason)
 	e.uint64(uint64(req.UnixNano))
@@ -137,11 +180,18 @@ func EncodeInit(token string, req InitRequest) []byte {
 	e.uint64(req.Generation)
 	e.text(req.Snapshot)
 	e.uint64(math.Float64bits(req.SleptSeconds))
-	if req.Identity == nil {
-		e.b = append(e.b, 0)
-		return e.frame()
+	e.identity(req.Identity)
+	if op == OpInitHooks {
+		e.text(encodeList(req.Hooks))
 	}
-	id := req.Identity
+	return e.frame()
+}
+
+func (e *encoder) identity(id *Identity) {
+	if id == nil {
+		e.b = append(e.b, 0)
+		return
+	}
 	e.b = append(e.b, 1)
 	for _, s := range []string{id.ID, id.Hostname, id.MachineID, id.ControlToken, id.AccessToken} {
 		e.text(s)
@@ -151,15 +201,21 @@ func EncodeInit(token string, req InitRequest) []byte {
 		e.text(name)
 		e.text(value)
 	}
-	return e.frame()
 }
 
-// EncodeFreeze returns the frame of a freeze.
-func EncodeFreeze(token string, req FreezeRequest) []byte {
-	e := newFrame(byte(OpFreeze))
+// EncodeFreeze returns the frame of a freeze: op is OpFreeze, which leaves hooks
+// out, or OpFreezeHooks.
+func EncodeFreeze(op Operation, token string, req FreezeRequest) []byte {
+	e := newFrame(byte(op))
 	e.text(token)
 	e.uint64(req.Attempt)
 	e.uint64(uint64(req.Deadline))
+	if op == OpFreezeHooks {
+		e.text(req.Reason)
+		e.text(req.Snapshot)
+		e.uint64(req.Generation)
+		e.text(encodeList(req.Hooks))
+	}
 	return e.frame()
 }
 
@@ -176,14 +232,21 @@ func DecodeCall(b []byte) (Call, error) {
 	d := &decoder{rest: b}
 	c := Call{Operation: Operation(d.byte())}
 	switch c.Operation {
-	case OpInit:
+	case OpInit, OpInitHooks:
 		c.Token = d.text()
 		c.Init = d.init()
-	case OpFreeze:
+		if c.Operation == OpInitHooks {
+			c.Init.Hooks = decodeList[Hook](d)
+		}
+	case OpFreeze, OpFreezeHooks:
 		c.Token = d.text()
 		c.Freeze = FreezeRequest{Attempt: d.uint64(), Deadline: time.Duration(d.uint64())}
+		if c.Operation == OpFreezeHooks {
+			c.Freeze.Reason, c.Freeze.Snapshot, c.Freeze.Generation = d.text(), d.text(), d.uint64()
+			c.Freeze.Hooks = decodeList[Hook](d)
+		}
 	default:
-		return Call{}, fmt.Errorf("unknown operation %d", c.Operation)
+		return Call{}, fmt.Errorf(unknownOperation+" %d", c.Operation)
 	}
 	return c, d.end()
 }
@@ -205,19 +268,25 @@ func (d *decoder) init() InitRequest {
 	return req
 }
 
-// EncodeInitAnswer returns the frame that answers an init.
-func EncodeInitAnswer(resp InitResponse) []byte {
+// EncodeInitAnswer returns the frame that answers an init that came as op.
+func EncodeInitAnswer(op Operation, resp InitResponse) []byte {
 	e := newFrame(byte(StatusOK))
 	e.text(resp.AgentVersion)
 	e.uint32(uint32(resp.SocketsDestroyed))
 	e.outcome(resp.Steps, resp.Warnings)
+	if op == OpInitHooks {
+		e.text(encodeList(resp.Hooks))
+	}
 	return e.frame()
 }
 
-// EncodeFreezeAnswer returns the frame that answers a freeze.
-func EncodeFreezeAnswer(resp FreezeResponse) []byte {
+// EncodeFreezeAnswer returns the frame that answers a freeze that came as op.
+func EncodeFreezeAnswer(op Operation, resp FreezeResponse) []byte {
 	e := newFrame(byte(StatusOK))
 	e.outcome(resp.Steps, resp.Warnings)
+	if op == OpFreezeHooks {
+		e.text(encodeList(resp.Hooks))
+	}
 	return e.frame()
 }
 

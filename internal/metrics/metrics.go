@@ -121,7 +121,7 @@ func (m *Metrics) Event(e sandbox.Event) {
 			m.denied.Add(float64(max(1, e.Denied.Count)))
 		}
 	case sandbox.EventHook:
-		if e.Reason != "" {
+		if e.Hook != nil && e.Hook.Failed() {
 			m.hookFailures.Inc()
 		}
 	}

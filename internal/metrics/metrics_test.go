@@ -48,7 +48,7 @@ func feed(m *Metrics) {
 	m.Event(sandbox.Event{Type: sandbox.EventHibernated, Bytes: 1000, Hibernate: &sandbox.HibernateReport{Trigger: sandbox.TriggerIdle, TotalMS: 114, Phases: map[string]float64{"freeze": 10, "write": 30}}})
 	m.Event(sandbox.Event{Type: sandbox.EventHibernated, Hibernate: &sandbox.HibernateReport{TotalMS: 100}})
 	m.Event(sandbox.Event{Type: sandbox.EventDenied, Denied: &sandbox.Denied{Count: 5}})
-	m.Event(sandbox.Event{Type: sandbox.EventHook, Reason: "exit code 1"})
+	m.Event(sandbox.Event{Type: sandbox.EventHook, Hook: &sandbox.HookRun{ExitCode: 1}})
 	m.Event(sandbox.Event{Type: sandbox.EventCheckpointed, Bytes: 24})
 	m.Event(sandbox.Event{Type: "from the future"})
 	for _, ty := range sandbox.EventTypes { // without their details

@@ -6,10 +6,10 @@ import (
 	"errors"
 	"net/http"
 	"net/url"
-	"path"
 	"slices"
 	"strings"
 
+	"github.com/hibernacle/hibernacle/api"
 	"github.com/hibernacle/hibernacle/internal/guestapi"
 	"github.com/hibernacle/hibernacle/internal/sandbox"
 )
@@ -17,10 +17,10 @@ import (
 // Where a request may show a pass. What is in these two headers is always a
 // pass; the others are the guest's own unless they hold one.
 const (
-	tokenHeader    = "Hib-Access-Token"
+	tokenHeader    = api.TokenHeader
 	e2bTokenHeader = "E2b-Traffic-Access-Token"
 	keyHeader      = "X-Api-Key"
-	tokenName      = "hib_token" // of a query parameter and of a cookie
+	tokenName      = api.TokenParameter // of a query parameter and of a cookie
 )
 
 // headers that are taken for passes wherever they stand.
@@ -70,7 +70,7 @@ func isPublic(sb sandbox.Sandbox, port int) bool { return slices.Contains(sb.Pol
 // admitAgent checks a call to the agent. The host's own calls are refused
 // besides, as the agent does that needs another token for them.
 func (p *Proxy) admitAgent(r *http.Request, sb sandbox.Sandbox) error {
-	if isControlPath(r.URL.Path) {
+	if guestapi.IsControl(r.URL.Path) {
 		return errHostsOnly
 	}
 	token, err := p.core.AgentToken(r.Context(), sb.ID)
@@ -81,19 +81,9 @@ func (p *Proxy) admitAgent(r *http.Request, sb sandbox.Sandbox) error {
 		return errAgentPass
 	}
 	p.takePasses(r, false, sb.TrafficToken)
+	r.Header.Del(guestapi.TokenHeader)
 	r.Header.Set(guestapi.AccessHeader, token)
 	return nil
-}
-
-// isControlPath tells whether a path is a control call of the agent.
-func isControlPath(p string) bool {
-	p = strings.ToLower(path.Clean("/" + p))
-	for _, call := range []string{guestapi.InitPath, guestapi.FreezePath, guestapi.ThawPath} {
-		if p == call || strings.HasPrefix(p, call+"/") {
-			return true
-		}
-	}
-	return false
 }
 
 // passes says what a request showed.

@@ -127,7 +127,7 @@ func (p *Proxy) fail(w *answerWriter, r *http.Request, t target, woken sandbox.W
 	if t.port == guestapi.Port && (a.status == http.StatusNotFound || a.status == http.StatusGone) {
 		a.status = http.StatusBadGateway // what clients of the agent take for a sandbox that is no more
 	}
-	if a.status >= http.StatusInternalServerError {
+	if a.status >= http.StatusInternalServerError && a.status != http.StatusBadGateway { // that is the guest's
 		p.log.Warn("a request to a sandbox was not answered", "sandbox", t.id, "port", t.port, "status", a.status, "error", err)
 	}
 	h := w.Header()

@@ -27,10 +27,6 @@ const (
 	settleTime  = time.Second
 	settlePause = 20 * time.Millisecond
 
-	// sleepGrace is how long what a guest sent before it went to sleep may take
-	// to reach a client.
-	sleepGrace = 2 * time.Second
-
 	// continueTime is how long a guest may take to say whether it wants the body
 	// of a request that asks first.
 	continueTime = 2 * time.Second
@@ -102,17 +98,12 @@ func (p *Proxy) forward(w *answerWriter, r *http.Request, t target, id string, c
 	if r.Header.Get("Upgrade") != "" && !p.stream(ctx, cancel) {
 		return errStopping
 	}
-	if strings.EqualFold(r.Header.Get("Upgrade"), "websocket") { // somebody looks at a preview
-		end, err := p.core.Session(id, sandbox.SessionPreview)
-		if err != nil {
-			return err
-		}
-		defer end()
-	}
-	defer whenAsleep(ctx, conn, func() { cancel(errAsleep); w.cut() })()
+	defer sandbox.AfterSleep(ctx, conn, func() { cancel(errAsleep); w.cut() })()
 	transport, done := p.transport(r)
 	defer done()
 	var failed error
+	end := func() {} // of a session
+	defer func() { end() }()
 	rp := &httputil.ReverseProxy{
 		Transport:     transport,
 		FlushInterval: -1,
@@ -122,7 +113,14 @@ func (p *Proxy) forward(w *answerWriter, r *http.Request, t target, id string, c
 			if isEndless(resp) && !p.stream(ctx, cancel) {
 				return errStopping
 			}
-			clean(resp.Header, t, r.Host)
+			if isPreview(resp) {
+				ended, err := p.core.Session(id, sandbox.SessionPreview)
+				if err != nil {
+					return err
+				}
+				end = ended
+			}
+			clean(resp.Header, t)
 			if s := woken.String(); s != "" {
 				resp.Header.Set(api.ResumeHeader, s)
 			}
@@ -149,7 +147,7 @@ func (p *Proxy) forward(w *answerWriter, r *http.Request, t target, id string, c
 		return cause
 	case ctx.Err() != nil:
 		return ctx.Err() // the client's loss
-	case asleep(conn):
+	case sandbox.IsAsleep(conn):
 		return errAsleep
 	}
 	return upstreamError{id, t.port, failed}
@@ -185,7 +183,7 @@ func fromHere(addr string) bool {
 
 // clean takes out of an answer what a guest must not say in another's name, and
 // makes what it says of paths fit those of the client.
-func clean(h http.Header, t target, host string) {
+func clean(h http.Header, t target) {
 	h.Del(api.ResumeHeader)
 	cookies := h["Set-Cookie"]
 	h.Del("Set-Cookie")
@@ -271,47 +269,9 @@ func (b *requestBody) finish(w http.ResponseWriter) {
 	b.mu.Unlock()
 }
 
-// sleeper is a connection that tells when its guest went to sleep.
-type sleeper interface{ Asleep() <-chan struct{} }
-
-// asleep tells whether the guest of a connection went to sleep.
-func asleep(conn net.Conn) bool {
-	s, ok := conn.(sleeper)
-	if !ok {
-		return false
-	}
-	select {
-	case <-s.Asleep():
-		return true
-	default:
-		return false
-	}
-}
-
-// whenAsleep calls cut a moment after the guest of conn went to sleep, unless
-// the caller has called stop or ctx has ended by then. What a client that does
-// not read leaves in the way is cut off so.
-func whenAsleep(ctx context.Context, conn net.Conn, cut func()) (stop func()) {
-	s, ok := conn.(sleeper)
-	if !ok {
-		return func() {}
-	}
-	ctx, cancel := context.WithCancel(ctx)
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		select {
-		case <-ctx.Done():
-			return
-		case <-s.Asleep():
-		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(sleepGrace):
-			cut()
-		}
-	}()
-	return func() { cancel(); <-ended }
+// isPreview tells whether a WebSocket begins: somebody looks at a preview.
+func isPreview(resp *http.Response) bool {
+	return resp.StatusCode == http.StatusSwitchingProtocols && strings.EqualFold(resp.Header.Get("Upgrade"), "websocket")
 }
 
 // answerWriter remembers the status of an answer and can break it off.

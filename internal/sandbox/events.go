@@ -28,7 +28,7 @@ const (
 	EventIdle         EventType = "idle"         // nothing uses it any more: a hibernation begins
 	EventHibernated   EventType = "hibernated"   // its machine is parked or released: Hibernate, Bytes stored
 	EventCancelled    EventType = "cancelled"    // a hibernation did not happen: Reason
-	EventHook         EventType = "hook"         // a hook ran
+	EventHook         EventType = "hook"         // a hook ran: Hook, Reason
 	EventDenied       EventType = "denied"       // its egress policy stopped it: Denied
 	EventFailed       EventType = "failed"       // Reason
 	EventCheckpointed EventType = "checkpointed" // Checkpoint, Bytes stored
@@ -58,6 +58,7 @@ type Event struct {
 	By         string // who or what woke it
 	Resume     *ResumeReport
 	Hibernate  *HibernateReport
+	Hook       *HookRun // without its output, which is in the log of hooks
 	Bytes      int64
 	Denied     *Denied
 	Checkpoint string   // name

@@ -178,10 +178,12 @@ func (c *Core) capture(ctx context.Context, e *entry) (shim.CaptureReport, error
 	report, err := e.vm.Capture(ctx, shim.CaptureRequest{
 		Attempt: e.rec.Attempt, ID: e.rec.Pending, Deadline: c.cfg.CaptureTimeout,
 		Generation: e.rec.Generation, Key: key, Full: e.rec.Snapshot == nil, Parent: e.rec.Snapshot,
+		Hooks: guestHooks(e.rec.Policy.Hooks), Unfrozen: true,
 	})
 	if err != nil {
 		return report, err
 	}
+	c.logHooks(e, report.Hooks)
 	return report, failpoint.Hit(ctx, fpHibernateSealed)
 }
 
@@ -296,6 +298,7 @@ func (c *Core) conclude(ctx context.Context, e *entry, cancelled bool) error {
 	if err := c.thaw(ctx, e, attempt); err != nil {
 		return err
 	}
+	c.keptHooks(ctx, e)
 	c.trash.add(pending)
 	return nil
 }

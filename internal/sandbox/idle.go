@@ -35,9 +35,10 @@ const never = time.Duration(math.MaxInt64)
 // entry's mu guards it.
 type idleWatch struct {
 	timer   *time.Timer
-	run     uint64    // generation that it is about, 0: none
-	since   time.Time // when that began to run, was found running, or a lease was released: counts as activity
-	held    time.Time // when it was last known to be held awake
+	run     uint64        // generation that it is about, 0: none
+	since   time.Time     // when that began to run, was found running, or a lease was released: counts as activity
+	held    time.Time     // when it was last known to be held awake
+	holds   time.Duration // for so long from then, if nothing passes meanwhile
 	looking bool
 	looked  time.Time // when the last look began
 	blind   bool      // its shim does not know the order
@@ -233,15 +234,25 @@ func (c *Core) judge(e *entry, a shim.Activity, err error) (known, next time.Tim
 	case a.Open+a.Awaiting > 0:
 		// Their end is activity, so it cannot be idle earlier than a whole
 		// time-out from now, unless they cease to count.
-		w.held = now
+		w.held, w.holds = now, a.Held
 		return known, now.Add(min(max(a.Held, left), p.IdleTimeout, again))
 	case left > 0:
 		return known, now.Add(min(left, again))
 	case len(a.KeepAwake) > 0:
-		w.held = now
+		w.held, w.holds = now, 0
 		return known, now.Add(min(p.IdleTimeout, again))
 	}
-	return latest(quiet.Add(p.IdleTimeout), w.held), time.Time{}
+	known = quiet.Add(p.IdleTimeout)
+	if !quiet.After(w.held) {
+		known = latest(known, w.held.Add(w.holds))
+	}
+	if h := e.rec.Hold; h != nil && !quiet.After(h.Until) {
+		known = latest(known, h.Until)
+	}
+	if known.After(now) {
+		known = now
+	}
+	return known, time.Time{}
 }
 
 // lookAtCPU takes the VMM's processor time and returns when it was last

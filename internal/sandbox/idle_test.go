@@ -123,7 +123,11 @@ func TestOpenConnectionKeepsAwake(t *testing.T) {
 
 		open()
 		h.wantState(h.after(5*time.Minute-time.Second, id), sandbox.StateRunning, "before the cap")
-		h.wantState(h.after(1*time.Second+bound, id), sandbox.StateStandby, "with a connection that is silent for the cap")
+		s := h.after(1*time.Second+bound, id)
+		h.wantState(s, sandbox.StateStandby, "with a connection that is silent for the cap")
+		if detect := s.LastHibernate.Phases["detect"]; detect > 1000*bound.Seconds() {
+			t.Errorf("detected %v ms late", detect)
+		}
 	})
 }
 
@@ -245,6 +249,9 @@ func TestExplicitHold(t *testing.T) {
 		h.wantState(h.after(19*time.Minute, id), sandbox.StateRunning, "held")
 		s = h.after(time.Minute+bound, id)
 		h.wantState(s, sandbox.StateStandby, "after the hold")
+		if detect := s.LastHibernate.Phases["detect"]; detect > 1000*bound.Seconds() {
+			t.Errorf("detected %v ms late", detect)
+		}
 		if len(s.Leases) != 0 {
 			t.Errorf("the leases are %+v", s.Leases)
 		}

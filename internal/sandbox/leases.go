@@ -108,7 +108,7 @@ func (c *Core) recordHold(ctx context.Context, id string, l *Lease) (Sandbox, er
 			return err
 		}
 		e.mu.Lock()
-		e.idle.held = time.Now()
+		e.idle.held, e.idle.holds = time.Now(), 0
 		e.mu.Unlock()
 		return nil
 	})

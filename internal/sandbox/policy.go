@@ -3,6 +3,7 @@ package sandbox
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"fmt"
 	"maps"
 	"reflect"
@@ -122,10 +123,10 @@ func DefaultPolicy() Policy {
 // Bounds of a policy.
 const (
 	minPeriod      = time.Second // of all that comes again and again
-	maxHooks       = 32
-	maxHookTimeout = time.Minute
-	hookTimeout    = 5 * time.Second
+	maxHooks       = guestapi.MaxHooks
+	maxHookTimeout = guestapi.MaxHookTimeout
 	maxHookText    = 16 << 10
+	maxHookList    = 256 << 10 // of JSON: it travels in each order and in one call of the agent
 	maxKeep        = 100
 	defaultKeep    = 6
 	maxPublic      = 1024
@@ -155,7 +156,10 @@ func (p *Policy) complete() {
 	p.Public = slices.Compact(slices.Sorted(slices.Values(p.Public)))
 	p.Hooks = slices.Clone(p.Hooks)
 	for i := range p.Hooks {
-		p.Hooks[i].Timeout = cmp.Or(p.Hooks[i].Timeout, hookTimeout)
+		if p.Hooks[i].Background {
+			p.Hooks[i].Timeout = cmp.Or(p.Hooks[i].Timeout, guestapi.BackgroundHookTimeout)
+		}
+		p.Hooks[i].Timeout = cmp.Or(p.Hooks[i].Timeout, guestapi.DefaultHookTimeout)
 	}
 }
 
@@ -264,6 +268,9 @@ func checkHooks(hooks []Hook) error {
 		if size > maxHookText || strings.ContainsRune(h.User+strings.Join(h.Command, "")+strings.Join(slices.Collect(maps.Values(h.Env)), ""), 0) {
 			return invalid("%s: its text has a zero byte or is longer than %d bytes", what, maxHookText)
 		}
+	}
+	if text, err := json.Marshal(hooks); err != nil || len(text) > maxHookList {
+		return invalid("the hooks are longer than %d bytes in all: put scripts into files of the sandbox", maxHookList)
 	}
 	return nil
 }

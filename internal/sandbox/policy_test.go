@@ -3,6 +3,7 @@ package sandbox_test
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -46,6 +47,13 @@ func TestBadPolicies(t *testing.T) {
 			h.Event, h.Background = sandbox.HookPreHibernate, true
 			p.Hooks = []sandbox.Hook{h}
 		}, "background"},
+		"long hooks": {func(p *sandbox.Policy) {
+			for i := range 30 {
+				h := hook
+				h.Name, h.Command = fmt.Sprint("h", i), []string{strings.Repeat("\"", 10<<10)}
+				p.Hooks = append(p.Hooks, h)
+			}
+		}, "in all"},
 		"too many hooks":  {func(p *sandbox.Policy) { p.Hooks = make([]sandbox.Hook, 100) }, "100 hooks"},
 		"zero in command": {func(p *sandbox.Policy) { h := hook; h.Command = []string{"a\x00b"}; p.Hooks = []sandbox.Hook{h} }, "zero byte"},
 	} {

@@ -63,6 +63,9 @@ type VM interface {
 	Capture(ctx context.Context, req shim.CaptureRequest) (shim.CaptureReport, error)
 	Thaw(ctx context.Context, req shim.ThawRequest) error
 
+	// Hooks returns the results of hooks that came with no report, each once.
+	Hooks(ctx context.Context, req shim.HooksRequest) (shim.HooksReport, error)
+
 	// Activity tells how busy a running guest is; the error wraps shim.ErrUnknown
 	// if the shim is too old for that.
 	Activity(ctx context.Context, req shim.ActivityRequest) (shim.Activity, error)

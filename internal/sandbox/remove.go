@@ -71,6 +71,9 @@ func (c *Core) remove(ctx context.Context, e *entry, reason string) error {
 			c.log.Warn("a console log is left", keySandbox, e.id, keyError, err)
 		}
 	}
+	if err := c.removeHookLog(e.id); err != nil {
+		c.log.Warn("a log of hooks is left", keySandbox, e.id, keyError, err)
+	}
 	return c.erase(ctx, e)
 }
 

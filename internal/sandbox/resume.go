@@ -308,7 +308,7 @@ func prepareRequest(shape vmm.Shape, art template.Artifacts, boot bool) shim.Pre
 
 // runGuest lets the machine that is attached boot, resume or go on.
 func (c *Core) runGuest(ctx context.Context, e *entry, req startRequest, art template.Artifacts) (shim.StartReport, error) {
-	attach, init := c.attachment(&e.rec), guestapi.InitRequest{Reason: guestapi.ReasonResume, Generation: e.rec.Generation}
+	attach, init := c.attachment(&e.rec), guestapi.InitRequest{Reason: guestapi.ReasonResume, Generation: e.rec.Generation, Hooks: guestHooks(e.rec.Policy.Hooks)}
 	if req.from == originBoot || e.rec.Fresh {
 		id, err := identity(&e.rec)
 		if err != nil {
@@ -330,6 +330,7 @@ func (c *Core) runGuest(ctx context.Context, e *entry, req startRequest, art tem
 	if err != nil {
 		return rep, fmt.Errorf("resume snapshot %s: %w", ref.ID, err)
 	}
+	c.logHooks(e, rep.Hooks)
 	return rep, nil
 }
 

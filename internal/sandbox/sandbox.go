@@ -54,6 +54,7 @@ type Config struct {
 	StoreDir       string                   // folder of the store, as people are shown it
 	Build          template.Options         // CacheDir and GuestBinary of template builds
 	Console        func(name string) string // path of the console log of a sandbox or base machine; nil: none is kept
+	HookLog        func(id string) string   // path of the log of a sandbox's hooks; nil: none is kept
 	FreeBytes      func() (int64, error)    // free space where snapshots are kept; nil: not watched
 	GuestMemory    int64                    // bytes that may be promised to guests that run, 0: any
 	Reserve        int64                    // free space that is always kept, default 256 MiB
@@ -84,6 +85,9 @@ type Config struct {
 func (c *Config) setDefaults() {
 	if c.Log == nil {
 		c.Log = slog.New(slog.DiscardHandler)
+	}
+	if c.HookLog == nil {
+		c.HookLog = func(string) string { return "" }
 	}
 	if c.Console == nil {
 		c.Console = func(string) string { return "" }
@@ -117,6 +121,7 @@ type Core struct {
 	pool      *pool
 	shrinking sync.Mutex // held while parked machines are ended for room
 	compactor compactor
+	hookLog   sync.Mutex    // held while a log of hooks is written or read
 	idleTurns chan struct{} // holds a token for each hibernation of an idle sandbox
 	limits    limits
 	draining  atomic.Bool

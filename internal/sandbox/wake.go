@@ -7,6 +7,7 @@ import (
 	"maps"
 	"net"
 	"slices"
+	"time"
 
 	"github.com/hibernacle/hibernacle/internal/shim"
 )
@@ -112,4 +113,47 @@ func isClosed(c <-chan struct{}) bool {
 	default:
 		return false
 	}
+}
+
+// sleepGrace is how long what a guest sent before it went to sleep may take to
+// reach a client, who may not read.
+const sleepGrace = 2 * time.Second
+
+// sleeper is a connection that tells when its guest went to sleep.
+type sleeper interface{ Asleep() <-chan struct{} }
+
+// IsAsleep reports whether the guest of a connection of Core.Dial does not run
+// any more.
+func IsAsleep(conn net.Conn) bool {
+	s, ok := conn.(sleeper)
+	return ok && isClosed(s.Asleep())
+}
+
+// AfterSleep calls cut a moment after the guest of conn, a connection of
+// Core.Dial, went to sleep, unless ctx has ended or stop was called by then.
+// After stop has returned cut is not running. A copy that waits for a client who
+// does not read never sees the end of the guest's side: cut is to break it off.
+func AfterSleep(ctx context.Context, conn net.Conn, cut func()) (stop func()) {
+	s, ok := conn.(sleeper)
+	if !ok {
+		return func() {}
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		select {
+		case <-ctx.Done():
+			return
+		case <-s.Asleep():
+		}
+		t := time.NewTimer(sleepGrace)
+		defer t.Stop()
+		select {
+		case <-ctx.Done():
+		case <-t.C:
+			cut()
+		}
+	}()
+	return func() { cancel(); <-over }
 }

@@ -15,6 +15,7 @@ import (
 	"path"
 	"strconv"
 	"strings"
+	"time"
 	"unicode"
 
 	"github.com/hibernacle/hibernacle/api"
@@ -37,7 +38,11 @@ func newGuestTransport(core Core) *http.Transport {
 			if err != nil {
 				return nil, err
 			}
-			return core.Dial(ctx, id, port)
+			conn, err := core.Dial(ctx, id, port)
+			if dialled, ok := ctx.Value(dialledKey{}).(chan net.Conn); ok && err == nil {
+				dialled <- conn
+			}
+			return conn, err
 		},
 		DisableKeepAlives:      true,
 		DisableCompression:     true,
@@ -47,17 +52,52 @@ func newGuestTransport(core Core) *http.Transport {
 	}
 }
 
+// dialledKey is the key of a channel that takes the connection into the guest
+// that is made for a request.
+type dialledKey struct{}
+
+// cutAfterSleep breaks an answer off a moment after the guest that it comes from
+// went to sleep, for clients who do not read. The request is to be made with the
+// context that it returns; the caller calls stop before it returns.
+func cutAfterSleep(ctx context.Context, w http.ResponseWriter) (_ context.Context, stop func()) {
+	dialled := make(chan net.Conn, 1) // the transport dials once: connections are not kept
+	watching, cancel := context.WithCancel(ctx)
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		select {
+		case <-watching.Done():
+		case conn := <-dialled:
+			defer sandbox.AfterSleep(watching, conn, func() {
+				_ = http.NewResponseController(w).SetWriteDeadline(time.Unix(1, 0))
+			})()
+			<-watching.Done()
+		}
+	}()
+	return context.WithValue(ctx, dialledKey{}, dialled), func() { cancel(); <-over }
+}
+
 // guest is a sandbox as the target of calls to its agent.
 type guest struct{ id, token string }
 
-// guest finds the sandbox that a request names.
-func (s *Server) guest(r *http.Request) (guest, error) {
-	sb, err := s.core.Get(r.Context(), r.PathValue("id"))
+// guest finds the sandbox that a request names and wakes it for a request of
+// the kind by. The answer will tell if it had to be resumed.
+func (s *Server) guest(w http.ResponseWriter, r *http.Request, by string) (guest, error) {
+	woken, err := s.wake(w, r, by)
 	if err != nil {
 		return guest{}, err
 	}
-	token, err := s.core.AgentToken(r.Context(), sb.ID)
-	return guest{sb.ID, token}, err
+	token, err := s.core.AgentToken(r.Context(), woken.ID)
+	return guest{woken.ID, token}, err
+}
+
+// wake wakes the sandbox that a request names and has the answer tell of it.
+func (s *Server) wake(w http.ResponseWriter, r *http.Request, by string) (sandbox.Woken, error) {
+	woken, err := s.core.Wake(r.Context(), r.PathValue("id"), by)
+	if text := woken.String(); text != "" {
+		w.Header().Set(api.ResumeHeader, text)
+	}
+	return woken, err
 }
 
 // url returns the agent's URL for a path, which begins with a slash.
@@ -112,11 +152,11 @@ func (g guest) unanswered(err error) error {
 // process, filesystem and file services. Both directions flow at once.
 func (s *Server) proxyAgent(w http.ResponseWriter, r *http.Request) {
 	target := path.Clean("/" + r.PathValue("path"))
-	if isControlPath(target) {
+	if guestapi.IsControl(target) {
 		s.fail(w, r, routeError{r.URL.Path + " (control calls are the host's)"})
 		return
 	}
-	g, err := s.guest(r)
+	g, err := s.guest(w, r, "agent")
 	if err != nil {
 		s.fail(w, r, err)
 		return
@@ -134,6 +174,8 @@ func (s *Server) proxyAgent(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer release()
+	ctx, stop := cutAfterSleep(ctx, w)
+	defer stop()
 	proxy := &httputil.ReverseProxy{
 		Transport:     s.guests,
 		FlushInterval: -1,
@@ -152,6 +194,7 @@ func (s *Server) proxyAgent(w http.ResponseWriter, r *http.Request) {
 			resp.Header.Del("Set-Cookie")
 			resp.Header.Set("Content-Security-Policy", "sandbox")
 			resp.Header.Del(requestIDHeader)
+			resp.Header.Del(api.ResumeHeader)
 			resp.Header.Set(api.GuestHeader, "1")
 			return nil
 		},
@@ -163,16 +206,6 @@ func (s *Server) proxyAgent(w http.ResponseWriter, r *http.Request) {
 		},
 	}
 	proxy.ServeHTTP(w, r.WithContext(ctx))
-}
-
-// isControlPath tells whether a clean path is a control call of the agent.
-func isControlPath(p string) bool {
-	for _, c := range []string{guestapi.InitPath, guestapi.FreezePath, guestapi.ThawPath, guestapi.ClockPath, guestapi.AwakePath} {
-		if strings.EqualFold(p, c) || len(p) > len(c) && strings.EqualFold(p[:len(c)+1], c+"/") {
-			return true
-		}
-	}
-	return false
 }
 
 // cleanForGuest drops from a header what the guest must not see or be told:

@@ -2,6 +2,7 @@ package server
 
 import (
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/hibernacle/hibernacle/api"
@@ -36,12 +37,12 @@ func fromBuild(r api.BuildRequest) sandbox.BuildOptions {
 	return sandbox.BuildOptions{Name: r.Name, MemoryMiB: r.MemoryMiB, CPUs: r.CPUs}
 }
 
-func toSandbox(s sandbox.Sandbox) api.Sandbox {
+func (srv *Server) toSandbox(s sandbox.Sandbox) api.Sandbox {
 	out := api.Sandbox{
 		ID: s.ID, Name: s.Name, Template: s.Template, State: api.State(s.State), Reason: s.Reason,
 		CreatedAt: s.CreatedAt, MemoryMiB: s.MemoryMiB, CPUs: s.CPUs, Labels: orEmpty(s.Labels), Parked: s.Parked,
-		Policy: toPolicy(s.Policy),
-		Usage:  api.Usage{AwakeS: s.Usage.Awake.Seconds(), StandbyS: s.Usage.Standby.Seconds(), CPUS: s.Usage.CPU.Seconds(), StoredBytes: s.Usage.StoredBytes},
+		Policy: toPolicy(s.Policy), TrafficToken: s.TrafficToken, PortURL: strings.ReplaceAll(srv.portURL, "{id}", s.ID),
+		Usage: api.Usage{AwakeS: s.Usage.Awake.Seconds(), StandbyS: s.Usage.Standby.Seconds(), CPUS: s.Usage.CPU.Seconds(), StoredBytes: s.Usage.StoredBytes},
 	}
 	out.Leases = make([]api.Lease, 0, len(s.Leases))
 	for _, l := range s.Leases {
@@ -73,7 +74,7 @@ func toSandbox(s sandbox.Sandbox) api.Sandbox {
 		out.LastResume = &api.ResumeReport{
 			Tier: r.Tier, TotalMS: r.TotalMS, Phases: orEmpty(r.Phases),
 			BytesRead: r.BytesRead, Faults: r.Faults, PrefetchedBytes: r.PrefetchedBytes, Warnings: r.Warnings,
-			DemandPages: r.DemandPages, WorkingSetBytes: r.WorkingSetBytes, BytesFetched: r.BytesFetched, Pooled: r.Pooled,
+			DemandPages: r.DemandPages, WorkingSetBytes: r.WorkingSetBytes, BytesFetched: r.BytesFetched, Pooled: r.Pooled, By: r.By,
 		}
 	}
 	return out

@@ -93,7 +93,7 @@ func classifyCore(err error) (status int, code string) {
 		return http.StatusConflict, api.CodeFailed
 	case errors.Is(kind, sandbox.ErrConflict):
 		return http.StatusConflict, api.CodeConflict
-	case errors.Is(kind, sandbox.ErrUnavailable), errors.Is(err, errStopping),
+	case errors.Is(kind, sandbox.ErrUnavailable), errors.Is(kind, sandbox.ErrRefused), errors.Is(err, errStopping),
 		errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
 		return http.StatusServiceUnavailable, api.CodeUnavailable
 	}
@@ -141,9 +141,15 @@ func defaultHint(code string) string {
 	return ""
 }
 
+// retryAfter is when another try of what is not available is worth it, in seconds.
+const retryAfter = "2"
+
 // fail answers a request with err.
 func (s *Server) fail(w http.ResponseWriter, r *http.Request, err error) {
 	status, _ := classify(err)
 	note(r.Context(), err)
+	if status == http.StatusServiceUnavailable {
+		w.Header().Set("Retry-After", retryAfter)
+	}
 	writeJSON(w, status, toError(err))
 }

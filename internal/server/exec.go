@@ -43,7 +43,7 @@ func (s *Server) exec(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, requestError{"the field \"timeout_ms\" must not be negative", "0 means no limit"})
 		return
 	}
-	g, err := s.guest(r)
+	g, err := s.guest(w, r, "exec")
 	if err != nil {
 		s.fail(w, r, err)
 		return

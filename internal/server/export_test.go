@@ -13,3 +13,6 @@ func (s *Server) Routes() (all [][2]string) {
 // SetHeartbeat sets how often a silent stream of events says that it lives,
 // before the first one is opened.
 func (s *Server) SetHeartbeat(d time.Duration) { s.heartbeat = d }
+
+// StartRequest reads the request of process.Process/Start from a call's body.
+var StartRequest = startRequest

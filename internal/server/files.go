@@ -27,7 +27,7 @@ func fileQuery(r *http.Request) (url.Values, error) {
 
 // downloadFile streams a file out of the guest.
 func (s *Server) downloadFile(w http.ResponseWriter, r *http.Request) {
-	resp, release, err := s.callFiles(r, http.MethodGet, nil)
+	resp, release, err := s.callFiles(w, r, http.MethodGet, nil)
 	if err != nil {
 		s.fail(w, r, err)
 		return
@@ -51,7 +51,7 @@ func (s *Server) downloadFile(w http.ResponseWriter, r *http.Request) {
 // uploadFile streams a file into the guest, where the agent makes missing
 // folders and replaces what was there.
 func (s *Server) uploadFile(w http.ResponseWriter, r *http.Request) {
-	resp, release, err := s.callFiles(r, http.MethodPost, r.Body)
+	resp, release, err := s.callFiles(w, r, http.MethodPost, r.Body)
 	if err != nil {
 		s.fail(w, r, err)
 		return
@@ -63,12 +63,12 @@ func (s *Server) uploadFile(w http.ResponseWriter, r *http.Request) {
 
 // callFiles calls the agent's file route and returns its answer if that is a
 // success. The caller calls release when it is done with that.
-func (s *Server) callFiles(r *http.Request, method string, body io.Reader) (_ *http.Response, release func(), err error) {
+func (s *Server) callFiles(w http.ResponseWriter, r *http.Request, method string, body io.Reader) (_ *http.Response, release func(), err error) {
 	q, err := fileQuery(r)
 	if err != nil {
 		return nil, nil, err
 	}
-	g, err := s.guest(r)
+	g, err := s.guest(w, r, "files")
 	if err != nil {
 		return nil, nil, err
 	}

@@ -31,7 +31,7 @@ func (s *Server) holdSandbox(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, err)
 		return
 	}
-	writeJSON(w, http.StatusOK, toSandbox(sb))
+	writeJSON(w, http.StatusOK, s.toSandbox(sb))
 }
 
 // releaseSandbox ends that.
@@ -41,7 +41,7 @@ func (s *Server) releaseSandbox(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, err)
 		return
 	}
-	writeJSON(w, http.StatusOK, toSandbox(sb))
+	writeJSON(w, http.StatusOK, s.toSandbox(sb))
 }
 
 // hold keeps a sandbox awake for a request that may last. what says what for.

@@ -16,6 +16,7 @@ import (
 	"github.com/hibernacle/hibernacle/api/process"
 	"github.com/hibernacle/hibernacle/api/process/processconnect"
 	"github.com/hibernacle/hibernacle/client"
+	"github.com/hibernacle/hibernacle/internal/server"
 )
 
 // leases returns what holds a sandbox.
@@ -199,4 +200,28 @@ func TestHold(t *testing.T) {
 		t.Errorf("%d %s", resp.StatusCode, body)
 	}
 	f.waitLeases(id, 0)
+}
+
+// FuzzStartRequest makes sure that whatever comes as the start of a process is
+// read or left alone.
+func FuzzStartRequest(f *testing.F) {
+	whole := "\x00\x00\x00\x00\x1f" + `{"process":{"cmd":"a"},"pty":{}}`
+	for _, body := range []string{"", whole, whole[:9], "\x01" + whole[1:], "\x00\xff\xff\xff\xff", "\x00\x00\x00\x00\x02\x0a\x00"} {
+		f.Add("application/connect+json", []byte(body))
+		f.Add("application/connect+proto; charset=x", []byte(body))
+	}
+	f.Fuzz(func(t *testing.T, contentType string, body []byte) {
+		if server.StartRequest(contentType, body) == nil {
+			t.Error("no request")
+		}
+	})
+}
+
+func TestStartRequest(t *testing.T) {
+	message := `{"process":{"cmd":"a","args":["b"]},"pty":{},"unknown":1}`
+	body := append([]byte{0, 0, 0, 0, byte(len(message))}, message...)
+	got := server.StartRequest("application/connect+json", body)
+	if got.GetProcess().GetCmd() != "a" || got.GetPty() == nil {
+		t.Errorf("got %v", got)
+	}
 }

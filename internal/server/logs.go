@@ -6,6 +6,9 @@ import (
 	"net/http"
 	"strconv"
 	"time"
+
+	"github.com/hibernacle/hibernacle/api"
+	"github.com/hibernacle/hibernacle/internal/sandbox"
 )
 
 // followEvery is how often a followed log is looked at for more.
@@ -40,6 +43,27 @@ func (s *Server) getLogs(w http.ResponseWriter, r *http.Request) {
 	}
 	if follow {
 		s.follow(ctx, out, logs, r.PathValue("id"))
+	}
+}
+
+// getHooks lists how hooks ran.
+func (s *Server) getHooks(w http.ResponseWriter, r *http.Request) {
+	runs, err := s.core.HookRuns(r.Context(), r.PathValue("id"))
+	if err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	out := make([]api.HookRun, 0, len(runs))
+	for _, run := range runs {
+		out = append(out, hookRun(run))
+	}
+	writeJSON(w, http.StatusOK, out)
+}
+
+func hookRun(r sandbox.HookRun) api.HookRun {
+	return api.HookRun{
+		Name: r.Name, Event: r.Event, Reason: r.Reason, ExitCode: r.ExitCode, Signal: r.Signal, TimedOut: r.TimedOut, Error: r.Error,
+		DurationMS: r.DurationMS, Output: r.Output, DroppedBytes: r.DroppedBytes, Background: r.Background, StartedAt: r.StartedAt,
 	}
 }
 

@@ -124,6 +124,7 @@ func TestAnswersAreAsDescribed(t *testing.T) {
 		{"POST", "/v1/sandboxes/{id}/resume", "", "", 200},
 		{"PATCH", "/v1/sandboxes/{id}", "", `{"policy":{"ttl":{"after":"30d"},"expires":{"at":"2040-01-01T00:00:00Z"},"timeout":{"after":"1h"},"checkpoints":{"every":"1h","keep":2},"hooks":[{"name":"a","event":"post-resume","command":["true"]}]},"labels":{"k":null}}`, 200},
 		{"GET", "/v1/sandboxes/{id}/logs", "", "", 200},
+		{"GET", "/v1/sandboxes/{id}/hooks", "", "", 200},
 		{"POST", "/v1/sandboxes/{id}/exec", "", `{"cmd":["true"]}`, 200},
 		{"POST", "/v1/sandboxes/{id}/exec", "", `{}`, 400},
 		{"PUT", "/v1/sandboxes/{id}/files", file, "content", 204},
@@ -202,7 +203,7 @@ func TestRequestsAreAsDescribed(t *testing.T) {
 	doc := document(t)
 	for name, v := range map[string]any{
 		"CreateRequest": api.CreateRequest{}, "UpdateRequest": api.UpdateRequest{}, "Policy": api.Policy{}, "PolicyPatch": api.PolicyPatch{},
-		"Limit": api.Limit{}, "Expires": api.Expires{}, "Schedule": api.Schedule{}, "Hook": api.Hook{}, "Egress": api.Egress{}, "ExecRequest": api.ExecRequest{}, "BuildRequest": api.BuildRequest{},
+		"Limit": api.Limit{}, "Expires": api.Expires{}, "Schedule": api.Schedule{}, "Hook": api.Hook{}, "HookRun": api.HookRun{}, "Egress": api.Egress{}, "ExecRequest": api.ExecRequest{}, "BuildRequest": api.BuildRequest{},
 		"Event": api.Event{}, "WebhookRequest": api.WebhookRequest{}, "Webhook": api.Webhook{}, "WebhookTest": api.WebhookTest{}, "Usage": api.Usage{},
 		"Sandbox": api.Sandbox{}, "Template": api.Template{}, "Progress": api.Progress{}, "Version": api.Version{}, "Error": api.Error{},
 		"StoreStatus": api.StoreStatus{}, "TierStatus": api.TierStatus{}, "StoreSandbox": api.StoreSandbox{}, "CollectRequest": api.CollectRequest{}, "VerifyRequest": api.VerifyRequest{},

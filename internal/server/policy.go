@@ -41,7 +41,7 @@ func (s *Server) updateSandbox(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, err)
 		return
 	}
-	writeJSON(w, http.StatusOK, toSandbox(sb))
+	writeJSON(w, http.StatusOK, s.toSandbox(sb))
 }
 
 // patchPolicy changes what the patch names. The core checks the outcome.

@@ -10,6 +10,9 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+
+	"github.com/hibernacle/hibernacle/api"
+	"github.com/hibernacle/hibernacle/internal/sandbox"
 )
 
 // connectPort switches the connection to a byte stream to a TCP port in the
@@ -25,7 +28,12 @@ func (s *Server) connectPort(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, errNoUpgrade)
 		return
 	}
-	remote, err := s.core.Dial(r.Context(), r.PathValue("id"), int(port))
+	woken, err := s.wake(w, r, fmt.Sprintf("port-forward %d", port))
+	if err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	remote, err := s.core.Dial(r.Context(), woken.ID, int(port))
 	if err != nil {
 		s.fail(w, r, err)
 		return
@@ -40,8 +48,11 @@ func (s *Server) connectPort(w http.ResponseWriter, r *http.Request) {
 	if ow, ok := w.(*observedWriter); ok {
 		ow.status = http.StatusSwitchingProtocols
 	}
-	const answer = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n"
-	if _, err := io.WriteString(local, answer); err != nil {
+	answer := "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
+	if text := woken.String(); text != "" {
+		answer += api.ResumeHeader + ": " + text + "\r\n"
+	}
+	if _, err := io.WriteString(local, answer+"\r\n"); err != nil {
 		return
 	}
 	// The request's context ends when its client has no more to say: too early.
@@ -74,11 +85,13 @@ func (c bufferedConn) Read(p []byte) (int, error) { return c.r.Read(p) }
 // CloseWrite ends the direction towards the peer.
 func (c bufferedConn) CloseWrite() error { return closeWrite(c.Conn) }
 
-// join copies between a and b in both directions until both have ended or ctx
-// has, and closes both.
+// join copies between a and b, which leads into a guest, in both directions
+// until both have ended, or ctx has, or the guest sleeps, and closes both.
 func join(ctx context.Context, a, b net.Conn) {
-	stop := context.AfterFunc(ctx, func() { a.Close(); b.Close() })
-	defer stop()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(ctx, func() { a.Close(); b.Close() })()
+	defer sandbox.AfterSleep(ctx, b, cancel)()
 	var wg sync.WaitGroup
 	pump := func(dst, src net.Conn) {
 		_, err := io.Copy(dst, src)

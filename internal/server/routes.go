@@ -37,6 +37,7 @@ func (s *Server) routes() []route {
 		{"POST", "/v1/sandboxes/{id}/evict", s.evictSandbox},
 		{"POST", "/v1/sandboxes/{id}/resume", s.resumeSandbox},
 		{"GET", "/v1/sandboxes/{id}/logs", s.getLogs},
+		{"GET", "/v1/sandboxes/{id}/hooks", s.getHooks},
 
 		{"POST", "/v1/sandboxes/{id}/exec", s.exec},
 		{"GET", "/v1/sandboxes/{id}/files", s.downloadFile},

@@ -24,7 +24,7 @@ func (s *Server) createSandbox(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	w.Header().Set("Location", "/v1/sandboxes/"+sb.ID)
-	writeJSON(w, http.StatusCreated, toSandbox(sb))
+	writeJSON(w, http.StatusCreated, s.toSandbox(sb))
 }
 
 func (s *Server) listSandboxes(w http.ResponseWriter, r *http.Request) {
@@ -35,7 +35,7 @@ func (s *Server) listSandboxes(w http.ResponseWriter, r *http.Request) {
 	}
 	out := make([]api.Sandbox, 0, len(all))
 	for _, sb := range all {
-		out = append(out, toSandbox(sb))
+		out = append(out, s.toSandbox(sb))
 	}
 	writeJSON(w, http.StatusOK, out)
 }
@@ -46,7 +46,7 @@ func (s *Server) getSandbox(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, err)
 		return
 	}
-	writeJSON(w, http.StatusOK, toSandbox(sb))
+	writeJSON(w, http.StatusOK, s.toSandbox(sb))
 }
 
 func (s *Server) hibernateSandbox(w http.ResponseWriter, r *http.Request) {
@@ -60,7 +60,7 @@ func (s *Server) hibernateSandbox(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, err)
 		return
 	}
-	writeJSON(w, http.StatusOK, toSandbox(sb))
+	writeJSON(w, http.StatusOK, s.toSandbox(sb))
 }
 
 func (s *Server) resumeSandbox(w http.ResponseWriter, r *http.Request) {
@@ -79,7 +79,7 @@ func (s *Server) resumeSandbox(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, err)
 		return
 	}
-	writeJSON(w, http.StatusOK, toSandbox(sb))
+	writeJSON(w, http.StatusOK, s.toSandbox(sb))
 }
 
 func (s *Server) evictSandbox(w http.ResponseWriter, r *http.Request) {

@@ -46,10 +46,15 @@ type Core interface {
 	Evict(ctx context.Context, id string, o sandbox.EvictOptions) (sandbox.Evicted, error)
 	Delete(ctx context.Context, id string) error
 
+	// Wake makes sure that the guest takes requests, and says whether it had to be
+	// resumed for that; by tells who asks.
+	Wake(ctx context.Context, id, by string) (sandbox.Woken, error)
 	// Dial connects to a TCP port in the guest and wakes it for that.
 	Dial(ctx context.Context, id string, port int) (net.Conn, error)
 	// AgentToken returns the token that the agent's process and file calls need.
 	AgentToken(ctx context.Context, id string) (string, error)
+	// HookRuns returns how the sandbox's hooks ran, oldest first. It wakes nothing.
+	HookRuns(ctx context.Context, id string) ([]sandbox.HookRun, error)
 	// Logs opens what the guest printed on its console.
 	Logs(ctx context.Context, id string) (io.ReadCloser, error)
 
@@ -73,6 +78,7 @@ type Config struct {
 	Core    Core
 	Key     string       // the API key that every request but /v1/health must show
 	Version api.Version  // answer to /v1/version
+	PortURL string       // URL of a port of a sandbox, with {port} and {id} in it; "" if there is none
 	Log     *slog.Logger // nil discards
 
 	Events   *events.Journal  // what /v1/events shows; nil: nothing is
@@ -87,6 +93,7 @@ type Config struct {
 type Server struct {
 	core    Core
 	version api.Version
+	portURL string
 	log     *slog.Logger
 	guests  *http.Transport
 	handler http.Handler
@@ -105,7 +112,7 @@ type Server struct {
 
 // New returns a server. Close it to end its streams.
 func New(c Config) *Server {
-	s := &Server{core: c.Core, version: c.Version, log: c.Log, stopping: make(chan struct{}),
+	s := &Server{core: c.Core, version: c.Version, portURL: c.PortURL, log: c.Log, stopping: make(chan struct{}),
 		events: c.Events, heartbeat: heartbeatEvery, webhooks: c.Webhooks, metrics: c.Metrics, answered: c.Answered}
 	open := []string{healthPath}
 	if c.MetricsOpen {
@@ -158,9 +165,14 @@ func (s *Server) stream(ctx context.Context) (_ context.Context, done func()) {
 }
 
 // NewHTTPServer returns an http.Server for h with the limits of time and size
-// that suit it: headers are bounded, bodies and answers may last.
+// that suit it: headers are bounded, bodies and answers may last. It speaks
+// HTTP/1.1 and, to clients that begin with it, HTTP/2 without encryption.
 func NewHTTPServer(h http.Handler, log *slog.Logger) *http.Server {
+	protocols := new(http.Protocols)
+	protocols.SetHTTP1(true)
+	protocols.SetUnencryptedHTTP2(true)
 	return &http.Server{
+		Protocols:         protocols,
 		Handler:           h,
 		ReadHeaderTimeout: 10 * time.Second,
 		IdleTimeout:       2 * time.Minute,

@@ -541,6 +541,47 @@ func TestPorts(t *testing.T) {
 	f.wantError(resp, body, 503, api.CodeUnavailable, "port 81")
 }
 
+// TestAnswersTellOfResumes: what waited for a resume is told so, and the report
+// names the request.
+func TestAnswersTellOfResumes(t *testing.T) {
+	f := newFixture(t)
+	id := f.create()
+	if err := os.WriteFile(filepath.Join(f.home, "f"), []byte("x"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct{ method, path, body, by string }{
+		{"POST", "/exec", `{"cmd":["true"]}`, "exec"},
+		{"GET", "/files?path=f", "", "files"},
+		{"PUT", "/files?path=g", "x", "files"},
+		{"GET", "/agent/health", "", "agent"},
+		{"GET", "/ports/82/connect", "", "port-forward 82"},
+	} {
+		for _, asleep := range []bool{true, false} {
+			if asleep {
+				f.do("POST", "/v1/sandboxes/"+id+"/hibernate", "")
+			}
+			h := http.Header{"X-Api-Key": {key}}
+			if strings.Contains(c.path, "ports") {
+				h["Connection"], h["Upgrade"] = []string{"Upgrade"}, []string{"tcp"}
+			}
+			resp, body := f.doWith(c.method, "/v1/sandboxes/"+id+c.path, c.body, h)
+			if got := resp.Header.Get(api.ResumeHeader); (got == "tier=local; ms=30") != asleep || !asleep && got != "" {
+				t.Errorf("%s %s, asleep %v: %s, %s %q: %s", c.method, c.path, asleep, resp.Status, api.ResumeHeader, got, body)
+			}
+			_, body = f.do("GET", "/v1/sandboxes/"+id, "")
+			if !strings.Contains(body, `"by":"`+c.by+`"`) {
+				t.Errorf("%s %s: it was not woken by %q: %s", c.method, c.path, c.by, body)
+			}
+		}
+	}
+	f.core.Fail = func(string) error { return &sandbox.Error{Kind: sandbox.ErrUnavailable, Message: "there is no room"} }
+	resp, body := f.do("POST", "/v1/sandboxes/"+id+"/exec", `{"cmd":["true"]}`)
+	f.wantError(resp, body, 503, api.CodeUnavailable, "no room")
+	if resp.Header.Get("Retry-After") == "" {
+		t.Error("it does not say when to try again")
+	}
+}
+
 func TestLogs(t *testing.T) {
 	f := newFixture(t)
 	id := f.create()

@@ -3,6 +3,8 @@ package shim
 import (
 	"context"
 	"errors"
+	"io"
+	"net"
 	"net/http"
 	"os"
 	"testing"
@@ -43,6 +45,37 @@ func TestActivity(t *testing.T) {
 	if a = r.activity(ActivityRequest{IdleAfter: time.Hour}); a.Asked || len(a.KeepAwake) != 0 {
 		t.Errorf("the guest was asked though the network is not idle: %+v", a)
 	}
+}
+
+// Streams into the guest count until they are closed, or silent for the cap.
+func TestActivityOfStreams(t *testing.T) {
+	d := newDriver()
+	d.ports = map[int]func(net.Conn){7: func(c net.Conn) { io.Copy(c, c) }}
+	r := newRig(t, rigOptions{driver: d})
+	r.boot()
+	caps := ActivityRequest{InboundCap: time.Hour, AwaitCap: time.Hour, IdleAfter: time.Hour}
+	conn, err := r.client.Dial(context.Background(), 7)
+	if err != nil {
+		t.Fatal(err)
+	}
+	before := r.activity(caps)
+	if before.Open != 1 || before.Held <= 0 || before.Held > time.Hour {
+		t.Errorf("with a stream: %+v", before)
+	}
+	if _, err := conn.Write([]byte("abc")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.ReadFull(conn, make([]byte, 3)); err != nil {
+		t.Fatal(err)
+	}
+	if a := r.activity(caps); a.Bytes != before.Bytes+6 {
+		t.Errorf("after 3 bytes each way: %+v, before %+v", a, before)
+	}
+	if a := r.activity(ActivityRequest{IdleAfter: time.Hour}); a.Open != 0 {
+		t.Errorf("beyond the cap: %+v", a)
+	}
+	conn.Close()
+	eventually(t, "the stream is closed", func() bool { return r.activity(caps).Open == 0 })
 }
 
 // A guest that does not answer does not hold itself awake.

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"time"
 
 	"github.com/hibernacle/hibernacle/internal/failpoint"
@@ -119,11 +120,12 @@ func (h *host) seal(ctx context.Context, req CaptureRequest) (CaptureReport, err
 	watch := newStopwatch()
 	parent, done := h.captureParent(ctx, req.Parent)
 	defer done()
-	warnings, err := h.freeze(ctx, req)
+	frozen, err := h.freeze(ctx, req)
 	if err != nil {
 		return CaptureReport{}, err
 	}
 	watch.lap("freeze")
+	watch.split("freeze", "hooks", frozen.Steps["hooks"])
 	if err := failpoint.Hit(ctx, failFrozen); err != nil {
 		return CaptureReport{}, err
 	}
@@ -166,7 +168,7 @@ func (h *host) seal(ctx context.Context, req CaptureRequest) (CaptureReport, err
 	}
 	cpu, _ := cpuTime(h.machine.PID()) // 0 where it cannot be told
 	report := CaptureReport{
-		Snapshot: ref, Metadata: meta, Phases: watch.phases, Warnings: warnings,
+		Snapshot: ref, Metadata: meta, Phases: watch.phases, Warnings: frozen.Warnings, Hooks: frozen.Hooks,
 		PauseMS:    float64(time.Since(paused).Microseconds()) / 1000,
 		WorkingSet: h.workset.report(ctx, h.parent),
 		CPU:        cpu,
@@ -230,27 +232,43 @@ func (h *host) dirtyPages(ctx context.Context, full bool) ([]page.Run, error) {
 	return h.machine.DirtyPages(ctx)
 }
 
-// freeze stops the user's processes in the guest.
-func (h *host) freeze(ctx context.Context, req CaptureRequest) (warnings []string, err error) {
-	ctx, cancel := context.WithTimeout(ctx, h.limits.freeze)
-	defer cancel()
-	ctx, stop := h.whileRunning(ctx)
+// freeze has the pre-hibernate hooks run and stops the user's processes in the
+// guest. Hooks may take half of the time that the capture has.
+func (h *host) freeze(ctx context.Context, req CaptureRequest) (guestapi.FreezeResponse, error) {
+	running, stop := h.whileRunning(ctx)
 	defer stop()
-	resp, err := h.callFreeze(ctx, guestapi.FreezeRequest{Attempt: req.Attempt, Deadline: req.Deadline})
-	if err != nil {
-		return nil, h.guestError("freeze", err)
+	limited, cancel := context.WithTimeoutCause(running, 2*h.limits.freeze+min(req.Deadline/2, h.limits.hooks), errNoAnswer)
+	defer cancel()
+	resp, err := h.callFreeze(limited, guestapi.FreezeRequest{
+		Attempt: req.Attempt, Deadline: req.Deadline, Reason: req.Reason, Snapshot: string(req.ID), Generation: req.Generation, Hooks: req.Hooks,
+	})
+	switch {
+	case err == nil:
+		if h.plain && len(req.Hooks) > 0 {
+			resp.Warnings = append(resp.Warnings, noHooks)
+		}
+		resp.Hooks = append(h.takeHooks(), resp.Hooks...)
+		return resp, nil
+	case req.Unfrozen && running.Err() == nil && (errors.Is(err, errNoAnswer) || context.Cause(limited) == errNoAnswer):
+		return guestapi.FreezeResponse{Warnings: []string{
+			"the guest's agent did not answer: hooks were not run, and the snapshot was taken without freezing processes. " +
+				"Its resume needs the agent; programs in the guest may have cut it off from its network"}}, nil
 	}
-	return resp.Warnings, nil
+	return resp, h.guestError("freeze", err)
 }
 
-// callFreeze makes the call over HTTP where the agent does not take it as a frame.
+// callFreeze makes the call as the best that the agent knows.
 func (h *host) callFreeze(ctx context.Context, req guestapi.FreezeRequest) (guestapi.FreezeResponse, error) {
-	conn, err := h.dialGuest(ctx, guestapi.CallPort, true)
-	if err != nil {
-		return h.agent.Freeze(ctx, h.token, req)
-	}
-	defer conn.Close()
-	return guestapi.FreezeOver(ctx, conn, h.token, req)
+	return agentCall(h, ctx, h.limits.freeze,
+		func(ctx context.Context, c net.Conn) (guestapi.FreezeResponse, error) {
+			return guestapi.FreezeOver(ctx, c, h.token, req)
+		},
+		func(ctx context.Context, c net.Conn) (guestapi.FreezeResponse, error) {
+			return guestapi.FreezeWithoutHooks(ctx, c, h.token, req)
+		},
+		func(ctx context.Context, c *guestapi.Client) (guestapi.FreezeResponse, error) {
+			return c.Freeze(ctx, h.token, req)
+		})
 }
 
 // goOn lets the guest run after a capture that will not be. If the VMM did not
@@ -271,7 +289,8 @@ func (h *host) goOn(attempt uint64) error {
 	}
 	running, stop := h.whileRunning(ctx)
 	defer stop()
-	err := h.agent.Thaw(running, h.token, guestapi.ThawRequest{Attempt: attempt, UnixNano: time.Now().UnixNano()})
+	resp, err := h.agent.Thaw(running, h.token, guestapi.ThawRequest{Attempt: attempt, UnixNano: failpoint.Now().UnixNano()})
+	h.keepHooks(resp.Hooks)
 	if err != nil {
 		err = h.guestError("thaw", err)
 	}

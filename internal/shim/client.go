@@ -98,6 +98,17 @@ func (c *Client) Thaw(ctx context.Context, req ThawRequest) error {
 	return c.call(ctx, http.MethodPost, "thaw", req, &struct{}{})
 }
 
+// Hooks returns the results of hooks that no report had so far, each once. A
+// shim of before hooks answers with none.
+func (c *Client) Hooks(ctx context.Context, req HooksRequest) (HooksReport, error) {
+	var r HooksReport
+	err := c.added(ctx, "hooks", req, &r)
+	if errors.Is(err, ErrUnknown) {
+		return HooksReport{}, nil
+	}
+	return r, err
+}
+
 // Park keeps a sealed machine as a cache.
 func (c *Client) Park(ctx context.Context, req ParkRequest) (ParkReport, error) {
 	var r ParkReport

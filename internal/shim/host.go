@@ -75,6 +75,7 @@ type host struct {
 	parent *snapshot.Snapshot // that the guest goes on from; nil until a cold boot was parked
 	token  string             // present control token of the agent
 	advice string             // what is wrong with the snapshot's working set
+	plain  bool               // the agent is one of before hooks
 
 	workset workset
 	denials *denials
@@ -85,9 +86,10 @@ type host struct {
 	phase   Phase
 	adopted bool
 	attempt uint64
-	refused uint64         // attempts up to this one are refused
-	cancel  func()         // of the capture under way
-	report  *CaptureReport // of the capture sealed last
+	refused uint64                // attempts up to this one are refused
+	cancel  func()                // of the capture under way
+	report  *CaptureReport        // of the capture sealed last
+	hooks   []guestapi.HookResult // that no report had
 	exit    *vmm.Exit
 	failure error         // of the machine's memory
 	changed chan struct{} // closed and replaced at each change
@@ -328,7 +330,11 @@ func (h *host) dialGuest(ctx context.Context, port uint16, control bool) (net.Co
 		return nil, err
 	}
 	if d, ok := machine.(guestDialer); ok {
-		return d.Dial(ctx, int(port))
+		conn, err := d.Dial(ctx, int(port))
+		if err != nil || control {
+			return conn, err
+		}
+		return network.Count(conn)
 	}
 	if control {
 		return network.DialControl(ctx, port)

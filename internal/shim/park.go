@@ -9,7 +9,6 @@ import (
 	"runtime/debug"
 	"strconv"
 	"strings"
-	"time"
 
 	"github.com/hibernacle/hibernacle/internal/failpoint"
 	"github.com/hibernacle/hibernacle/internal/snapshot"
@@ -91,8 +90,8 @@ func (h *host) runParked(ctx context.Context, req UnparkRequest) (StartReport, e
 	if err := failpoint.Hit(ctx, failUnparked); err != nil {
 		return StartReport{}, err
 	}
-	req.Init.SleptSeconds = max(0, time.Since(h.report.Metadata.CreatedAt).Seconds())
-	ctx, cancel := context.WithTimeout(ctx, h.limits.init)
+	req.Init.SleptSeconds = slept(h.report.Metadata)
+	ctx, cancel := context.WithTimeout(ctx, h.limits.init+h.limits.hooks)
 	defer cancel()
 	report, err := h.welcome(ctx, req.Init, watch)
 	report.subtract(before)

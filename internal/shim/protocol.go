@@ -149,6 +149,8 @@ type StartReport struct {
 	BytesFetched    int64              `json:"bytes_fetched"`     // from the remote store, until the report
 	Remote          bool               `json:"remote"`            // not all packs of the snapshot were on the local disk
 	Warnings        []string           `json:"warnings,omitempty"`
+
+	Hooks []guestapi.HookResult `json:"hooks,omitempty"` // that were waited for; they are the phase hooks
 }
 
 // CaptureRequest takes a snapshot. When the answer comes, snapshot.ID is whole
@@ -160,6 +162,14 @@ type CaptureRequest struct {
 	Generation uint64        `json:"generation"` // that the guest runs at
 	Key        vmm.Key       `json:"key"`
 	Full       bool          `json:"full"` // save every page, not only what changed since the parent
+
+	Reason string          `json:"reason,omitempty"` // for hooks, see guestapi.FreezeRequest
+	Hooks  []guestapi.Hook `json:"hooks,omitempty"`  // of the sandbox
+
+	// Unfrozen lets the capture go on, with a warning, where the guest's agent does
+	// not answer. The snapshot is whole, but hooks were not run, and what the guest
+	// does between its resume and its init is done by the user's processes, too.
+	Unfrozen bool `json:"unfrozen,omitempty"`
 
 	// Parent is the snapshot that the sandbox's record names. A compaction may
 	// have put it, with the same memory image, in place of the one resumed from:
@@ -176,6 +186,8 @@ type CaptureReport struct {
 	PauseMS  float64            `json:"pause_ms"` // from the pause to the seal
 	Warnings []string           `json:"warnings,omitempty"`
 	CPU      time.Duration      `json:"cpu,omitempty"` // nanoseconds of processor time that the VMM took since it was started; 0: not known
+
+	Hooks []guestapi.HookResult `json:"hooks,omitempty"` // that ran; those that were waited for are the phase hooks
 
 	WorkingSet *WorkingSetReport `json:"working_set,omitempty"` // nil after a boot
 }
@@ -196,6 +208,17 @@ type WorkingSetReport struct {
 // delete. Idempotent.
 type ThawRequest struct {
 	Attempt uint64 `json:"attempt"`
+}
+
+// HooksRequest asks for results of hooks.
+type HooksRequest struct {
+	KeptOnly bool `json:"kept_only,omitempty"` // those that the shim has: the guest is not asked
+}
+
+// HooksReport has the results of hooks that no other report had: those of the
+// background, and those of hibernations that were cancelled.
+type HooksReport struct {
+	Hooks []guestapi.HookResult `json:"hooks,omitempty"`
 }
 
 // Event is something that the shim noticed by itself: a change of phase, or

@@ -165,6 +165,7 @@ func (h *host) handler() http.Handler {
 	mux.HandleFunc("POST /v1/thaw", order(func(ctx context.Context, r ThawRequest) (struct{}, error) {
 		return struct{}{}, h.thaw(ctx, r)
 	}))
+	mux.HandleFunc("POST /v1/hooks", order(h.collectHooks))
 	mux.HandleFunc("POST /v1/park", order(h.park))
 	mux.HandleFunc("POST /v1/unpark", order(h.unpark))
 	mux.HandleFunc("POST /v1/activity", order(h.activity))

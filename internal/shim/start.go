@@ -11,14 +11,18 @@ import (
 	"github.com/hibernacle/hibernacle/internal/failpoint"
 	"github.com/hibernacle/hibernacle/internal/guestapi"
 	"github.com/hibernacle/hibernacle/internal/page"
+	"github.com/hibernacle/hibernacle/internal/snapshot"
 	"github.com/hibernacle/hibernacle/internal/vmm"
 )
 
 // limits say how long a guest may take: bounds against hanging.
-type limits struct{ boot, init, freeze, thaw, awake time.Duration }
+type limits struct{ boot, init, freeze, thaw, awake, hooks time.Duration }
 
 // defaultLimits are generous enough for an emulated machine on a loaded host.
-var defaultLimits = limits{boot: 5 * time.Minute, init: 60 * time.Second, freeze: 10 * time.Second, thaw: 30 * time.Second, awake: time.Second}
+var defaultLimits = limits{
+	boot: 5 * time.Minute, init: 60 * time.Second, freeze: 10 * time.Second, thaw: 30 * time.Second,
+	awake: time.Second, hooks: guestapi.MaxHookTimeout,
+}
 
 // The failpoints of a resume, in order.
 const (
@@ -43,6 +47,15 @@ func (s *stopwatch) lap(name string) {
 	now := time.Now()
 	s.phases[name] += float64(now.Sub(s.last).Microseconds()) / 1000
 	s.last = now
+}
+
+// split makes a phase of its own of ms of another one, which the guest says it
+// took: no more than that one has.
+func (s *stopwatch) split(from, name string, ms float64) {
+	if ms = min(ms, s.phases[from]); ms > 0 {
+		s.phases[name] += ms
+		s.phases[from] -= ms
+	}
 }
 
 // attach gives the machine its console file and its egress policy.
@@ -151,10 +164,16 @@ func (h *host) wake(ctx context.Context, req ResumeRequest) (StartReport, error)
 	if err := failpoint.Hit(ctx, failUnpaused); err != nil {
 		return StartReport{}, err
 	}
-	req.Init.SleptSeconds = max(0, time.Since(h.parent.Metadata().CreatedAt).Seconds())
-	ctx, cancel := context.WithTimeout(ctx, h.limits.init)
+	req.Init.SleptSeconds = slept(h.parent.Metadata())
+	ctx, cancel := context.WithTimeout(ctx, h.limits.init+h.limits.hooks)
 	defer cancel()
 	return h.welcome(ctx, req.Init, watch)
+}
+
+// slept returns the seconds since a snapshot was made, 0 where the host's clock
+// was set back meanwhile.
+func slept(meta snapshot.Metadata) float64 {
+	return max(0, failpoint.Now().Sub(meta.CreatedAt).Seconds())
 }
 
 // bind opens the snapshot, checks that this machine can load it and gives its
@@ -193,14 +212,17 @@ func (h *host) welcome(ctx context.Context, init guestapi.InitRequest, watch *st
 		return StartReport{}, err
 	}
 	watch.lap("guest_init")
+	watch.split("guest_init", "hooks", resp.Steps["hooks"])
 	if err := failpoint.Hit(ctx, failInit); err != nil {
 		return StartReport{}, err
 	}
 	for step, ms := range resp.Steps {
-		watch.phases["guest_init."+step] = ms
+		if step != "hooks" {
+			watch.phases["guest_init."+step] = ms
+		}
 	}
 	report := h.counters()
-	report.Phases, report.Warnings = watch.phases, resp.Warnings
+	report.Phases, report.Warnings, report.Hooks = watch.phases, resp.Warnings, resp.Hooks
 	if h.advice != "" {
 		report.Warnings = append(report.Warnings, h.advice)
 	}
@@ -227,20 +249,27 @@ func (h *host) initGuest(ctx context.Context, req guestapi.InitRequest) (guestap
 	defer cancel()
 	req.Entropy = make([]byte, 64)
 	rand.Read(req.Entropy)
-	conn, port, err := h.dialAgent(ctx, guestapi.CallPort, guestapi.Port)
-	if err != nil {
-		return guestapi.InitResponse{}, h.guestError("reach the agent", err)
+	var sent time.Time
+	now := func() guestapi.InitRequest {
+		sent = time.Now()
+		req.UnixNano = failpoint.Now().UnixNano()
+		return req
 	}
-	defer conn.Close()
-	init := guestapi.InitOver
-	if port == guestapi.Port {
-		init = initOverHTTP
-	}
-	sent := time.Now()
-	req.UnixNano = sent.UnixNano()
-	resp, err := init(ctx, conn, h.token, req)
+	resp, err := agentCall(h, ctx, h.limits.init,
+		func(ctx context.Context, c net.Conn) (guestapi.InitResponse, error) {
+			return guestapi.InitOver(ctx, c, h.token, now())
+		},
+		func(ctx context.Context, c net.Conn) (guestapi.InitResponse, error) {
+			return guestapi.InitWithoutHooks(ctx, c, h.token, now())
+		},
+		func(ctx context.Context, c *guestapi.Client) (guestapi.InitResponse, error) {
+			return c.Init(ctx, h.token, now())
+		})
 	if err != nil {
 		return guestapi.InitResponse{}, h.guestError("init", err)
+	}
+	if h.plain && len(req.Hooks) > 0 {
+		resp.Warnings = append(resp.Warnings, noHooks)
 	}
 	if req.Identity != nil {
 		h.token = req.Identity.ControlToken
@@ -251,13 +280,6 @@ func (h *host) initGuest(ctx context.Context, req guestapi.InitRequest) (guestap
 		late -= time.Duration(ms * float64(time.Millisecond))
 	}
 	return resp, h.syncClock(ctx, late)
-}
-
-// initOverHTTP is for agents of before, which take no calls as frames.
-func initOverHTTP(ctx context.Context, conn net.Conn, token string, req guestapi.InitRequest) (guestapi.InitResponse, error) {
-	once := guestapi.NewClient(func(context.Context) (net.Conn, error) { return conn, nil })
-	defer once.Close()
-	return once.Init(ctx, token, req)
 }
 
 // clockTolerance is how wrong a guest's clock may be left: half of the second
@@ -274,7 +296,7 @@ func (h *host) syncClock(ctx context.Context, late time.Duration) error {
 		}
 		once := guestapi.NewClient(func(context.Context) (net.Conn, error) { return conn, nil })
 		sent := time.Now()
-		err = once.Clock(ctx, h.token, guestapi.ClockRequest{UnixNano: sent.UnixNano()})
+		err = once.Clock(ctx, h.token, guestapi.ClockRequest{UnixNano: failpoint.Now().UnixNano()})
 		late = time.Since(sent)
 		once.Close()
 		_ = conn.Close()

@@ -189,3 +189,60 @@ func (c *inboundConn) release() {
 		c.flows.drop(c.flow)
 	})
 }
+
+// Count makes a connection to the guest that came by another way count as one
+// of Dial. Reset does not break it.
+func (n *Network) Count(c net.Conn) (net.Conn, error) {
+	fl, err := n.flows.admitInbound(flowInbound)
+	if err != nil {
+		return nil, err
+	}
+	n.meter.touch()
+	return &countedConn{Conn: c, network: n, flow: fl}, nil
+}
+
+// countedConn is a connection of Count.
+type countedConn struct {
+	net.Conn
+	network *Network
+	flow    *flow
+	once    sync.Once
+}
+
+func (c *countedConn) note(n int) {
+	if n > 0 {
+		c.network.meter.add(n)
+		c.flow.usage.pass()
+	}
+}
+
+// Read reads what the guest sent.
+func (c *countedConn) Read(p []byte) (int, error) {
+	n, err := c.Conn.Read(p)
+	c.note(n)
+	return n, err
+}
+
+// Write sends to the guest.
+func (c *countedConn) Write(p []byte) (int, error) {
+	n, err := c.Conn.Write(p)
+	c.note(n)
+	return n, err
+}
+
+// CloseWrite ends the sending half, or all of a connection that has no halves.
+func (c *countedConn) CloseWrite() error {
+	if half, ok := c.Conn.(interface{ CloseWrite() error }); ok {
+		return half.CloseWrite()
+	}
+	return c.Close()
+}
+
+// Close closes the connection.
+func (c *countedConn) Close() error {
+	c.once.Do(func() {
+		c.network.meter.touch()
+		c.network.flows.drop(c.flow)
+	})
+	return c.Conn.Close()
+}

@@ -41,7 +41,7 @@ func TestKillAtEveryStep(t *testing.T) {
 				b, err := os.ReadFile(reachedLog)
 				return err == nil && len(b) > 0
 			}
-			for _, step := range [][]string{{"resume", id}, {"hibernate", id}, {"resume", id}, {"hibernate", id}, {"create", "base", "--memory", "512"}, {"rm", "--force"}, {"create", "base", "--memory", "640"}} {
+			for _, step := range [][]string{{"resume", id}, {"hibernate", id}, {"resume", id}, {"hibernate", id}, {"create", "base", "--memory", "512", "--idle-timeout", "never"}, {"rm", "--force"}, {"create", "base", "--memory", "640", "--idle-timeout", "never"}} {
 				if step[0] == "rm" {
 					if victim == "" {
 						continue

@@ -19,7 +19,7 @@ func TestClonesDiffer(t *testing.T) {
 	var wg sync.WaitGroup
 	for i := range clones {
 		wg.Go(func() {
-			out, stderr, code := d.Try("create", "base", "--memory", "512")
+			out, stderr, code := d.Try("create", "base", "--memory", "512", "--idle-timeout", "never")
 			if code != 0 {
 				t.Errorf("create: %s", stderr)
 			}
@@ -39,6 +39,7 @@ func TestClonesDiffer(t *testing.T) {
 			"cat /etc/machine-id",
 			"hostname",
 			"cat /proc/sys/kernel/random/uuid",
+			"cat /proc/sys/kernel/random/boot_id",
 		} {
 			got := d.Shell(id, what)
 			if got == "" {

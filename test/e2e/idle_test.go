@@ -9,13 +9,18 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"connectrpc.com/connect"
+
 	"github.com/hibernacle/hibernacle/api"
+	"github.com/hibernacle/hibernacle/api/process"
+	"github.com/hibernacle/hibernacle/api/process/processconnect"
 	"github.com/hibernacle/hibernacle/client"
 	"github.com/hibernacle/hibernacle/test/hibtest"
 )
@@ -56,8 +61,7 @@ func slept(t testing.TB, d *hibtest.Daemon, id string) (api.HibernateReport, tim
 // ways that count stays awake until that ends.
 func TestIdle(t *testing.T) {
 	d := hibtest.Start(t)
-	c := apiClient(t, d)
-	id := d.Create("--memory", "512", "--idle-timeout", "3s", "--allow", "0.0.0.0/0")
+	id := d.Create("--memory", "512", "--idle-timeout", "3s")
 	srv := d.StartServer(id, 20, 8000)
 	slept(t, d, id)
 	if got := srv.Get("/sum").Sum; got != srv.WantSum() {
@@ -138,7 +142,7 @@ func TestIdle(t *testing.T) {
 	t.Run("silent connection", func(t *testing.T) {
 		d.Hib("update", id, "--connection-cap", "6s")
 		d.Shell(id, "true")
-		conn, err := c.DialPort(t.Context(), id, 8000)
+		conn, err := apiClient(t, d).DialPort(t.Context(), id, 8000)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -151,6 +155,38 @@ func TestIdle(t *testing.T) {
 			t.Error("the connection lives on")
 		}
 	})
+}
+
+// TestEndOfSession: the end of the last terminal hibernates the sandbox, if its
+// policy says so.
+func TestEndOfSession(t *testing.T) {
+	d := hibtest.Start(t)
+	id := d.Create("--memory", "512", "--on-session-close", "hibernate")
+	d.Shell(id, "true") // is none
+	hc, base := apiClient(t, d).Agent(id, "")
+	procs := processconnect.NewProcessClient(hc, base)
+	var streams []interface{ Close() error }
+	for range 2 {
+		stream, err := procs.Start(t.Context(), connect.NewRequest(&process.StartRequest{
+			Process: &process.ProcessConfig{Cmd: "cat"}, Pty: &process.PTY{Size: &process.PTY_Size{Cols: 80, Rows: 24}},
+		}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !stream.Receive() {
+			t.Fatal(stream.Err())
+		}
+		streams = append(streams, stream)
+	}
+	streams[0].Close()
+	hibtest.Eventually(t, "one session is left", func() bool { return len(d.Inspect(id).Leases) == 1 })
+	if sb := d.Inspect(id); sb.State != api.StateRunning || sb.LastHibernate != nil {
+		t.Errorf("with a session it is %s", sb.State)
+	}
+	streams[1].Close()
+	if sb := d.WaitState(id, api.StateStandby); sb.LastHibernate.Trigger != "session" {
+		t.Errorf("it hibernated by %q", sb.LastHibernate.Trigger)
+	}
 }
 
 // idleTime names the environment variable that says how long TestIdleTraffic
@@ -227,4 +263,53 @@ func TestIdleTraffic(t *testing.T) {
 			t.Errorf("%s has %s lines, want %d", id, got, counts[i])
 		}
 	}
+}
+
+// idleMany names the environment variable that says how many sandboxes
+// TestIdleCost puts to sleep; it looks at the daemon for a minute then.
+const idleMany = "HIB_TEST_IDLE_MANY"
+
+// TestIdleCost: sandboxes that went to sleep by themselves cost the daemon no
+// processor time.
+func TestIdleCost(t *testing.T) {
+	many, long := 5, 5*time.Second
+	if text := os.Getenv(idleMany); text != "" {
+		var err error
+		if many, err = strconv.Atoi(text); err != nil {
+			t.Fatal(err)
+		}
+		long = time.Minute
+	}
+	d := hibtest.StartBare(t)
+	var ids []string
+	for range many {
+		ids = append(ids, d.Create("--memory", "512", "--idle-timeout", "1s"))
+	}
+	for _, id := range ids {
+		slept(t, d, id)
+	}
+	d.Settle() // what follows a hibernation is done
+	before := processorTime(t, d.PID())
+	time.Sleep(long) // the measurement itself
+	took := processorTime(t, d.PID()) - before
+	t.Logf("%d sandboxes in standby: the daemon took %v of processor time in %v", many, took, long)
+	if took > long/100 {
+		t.Errorf("%d sandboxes in standby cost %v in %v", many, took, long)
+	}
+}
+
+// processorTime returns what a process took, in steps of 10 ms.
+func processorTime(t testing.TB, pid int) time.Duration {
+	t.Helper()
+	raw, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	fields := strings.Fields(string(raw[strings.LastIndexByte(string(raw), ')')+1:]))
+	user, err1 := strconv.Atoi(fields[11])
+	kernel, err2 := strconv.Atoi(fields[12])
+	if err1 != nil || err2 != nil {
+		t.Fatal(err1, err2)
+	}
+	return time.Duration(user+kernel) * 10 * time.Millisecond
 }

@@ -267,3 +267,9 @@ func (d *Daemon) Settle() {
 		return same > 100
 	})
 }
+
+// Bin returns the folder of the programs.
+func (d *Daemon) Bin() string { return d.bin }
+
+// Env returns the environment in which hib finds the daemon.
+func (d *Daemon) Env() []string { return d.env }

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/hibernacle/hibernacle/internal/guestapi"
 	"github.com/hibernacle/hibernacle/internal/sandbox"
 	"github.com/hibernacle/hibernacle/internal/shim"
 	"github.com/hibernacle/hibernacle/internal/snapshot"
@@ -293,6 +294,7 @@ func (v *vm) Resume(ctx context.Context, req shim.ResumeRequest) (rep shim.Start
 		}
 		rep.Phases = map[string]float64{"bind": 1, "state": 1, "unpause": 1, "guest_init": 1}
 		rep.Remote = v.m.w.Remote
+		rep.Hooks = runHooks(req.Init.Hooks, guestapi.EventPostResume, req.Init.Reason)
 		v.m.attach(req.Attach)
 		return v.m.resume(req)
 	})
@@ -392,9 +394,25 @@ func (m *machine) seal(req shim.CaptureRequest) error {
 		MemoryBytes: 1 << 30, DirtyBytes: 8192, StoredBytes: 4096, Key: req.Key, ControlToken: "secret"}
 	m.w.snapshots[req.ID] = &image{meta: meta, memory: m.memory, identity: m.identity, packs: append(slices.Clone(packs), req.ID)}
 	m.captured = &shim.CaptureReport{Snapshot: snapshot.Ref{ID: req.ID, Manifest: "manifest of " + string(req.ID)}, Metadata: meta,
-		Phases: map[string]float64{"freeze": 1, "pause": 1, "state": 1, "scan": 1, "write": 1}, PauseMS: 2}
+		Phases: map[string]float64{"freeze": 1, "pause": 1, "state": 1, "scan": 1, "write": 1}, PauseMS: 2,
+		Hooks: runHooks(req.Hooks, guestapi.EventPreHibernate, guestapi.ReasonHibernate)}
 	m.enter(shim.PhaseSealed)
 	return nil
+}
+
+// Hooks returns none: this guest has run those that it was given.
+func (v *vm) Hooks(context.Context, shim.HooksRequest) (shim.HooksReport, error) {
+	return shim.HooksReport{}, nil
+}
+
+// runHooks pretends that hooks of an event ran.
+func runHooks(hooks []guestapi.Hook, event, reason string) (runs []guestapi.HookResult) {
+	for _, h := range hooks {
+		if h.Event == event {
+			runs = append(runs, guestapi.HookResult{Name: h.Name, Event: event, Reason: reason, Output: h.Name + " ran\n", StartedAt: time.Now()})
+		}
+	}
+	return runs
 }
 
 func (v *vm) Thaw(ctx context.Context, req shim.ThawRequest) error {

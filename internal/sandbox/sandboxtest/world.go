@@ -390,6 +390,7 @@ func (d *Daemon) Config() sandbox.Config {
 		Catalog: catalogPort{d}, Launcher: launcher{d}, Snapshots: repository{d}, Keys: keys{d}, Builder: builder{d},
 		TemplatesDir: filepath.Join(d.w.Dir, "templates"),
 		Console:      func(name string) string { return filepath.Join(d.w.Dir, name+".log") },
+		HookLog:      func(id string) string { return filepath.Join(d.w.Dir, id+".hooks") },
 		NoIdle:       true, // tests that want it say so
 		StepTimeout:  10 * time.Second, RetryDelay: time.Millisecond, PoolDelay: time.Millisecond, CollectDelay: 5 * time.Millisecond,
 	}

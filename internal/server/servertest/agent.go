@@ -33,6 +33,7 @@ type system struct{}
 func (system) SetClock(time.Time) error               { return nil }
 func (system) AddEntropy([]byte) error                { return nil }
 func (system) SetIdentity(_, _, _ string) error       { return nil }
+func (system) RenewBootID() error                     { return nil }
 func (system) DestroySockets(guest.Flow) (int, error) { return 0, nil }
 func (system) Publish(uint64) error                   { return nil }
 func (system) Freeze(time.Duration) error             { return nil }

@@ -29,6 +29,7 @@ const Token = "the-access-token"
 type Core struct {
 	Fail    func(method string) error // an error that a method is to return; nil: none
 	Ports   map[int]string            // where connections to ports of a guest really go
+	Runs    []sandbox.HookRun         // of every sandbox
 	LogFile string                    // console log of every sandbox
 	Headers chan http.Header          // takes those of requests to the agent, as far as there is room
 	Steps   []sandbox.Progress        // of a build
@@ -129,7 +130,7 @@ func (c *Core) Create(_ context.Context, o sandbox.CreateOptions) (sandbox.Sandb
 	}
 	c.n++
 	s := &sandbox.Sandbox{
-		ID: fmt.Sprintf("sandbox%d", c.n), Name: o.Name, Template: o.Template, State: sandbox.StateRunning,
+		ID: fmt.Sprintf("sandbox%d", c.n), Name: o.Name, Template: o.Template, State: sandbox.StateRunning, TrafficToken: fmt.Sprintf("token-sandbox%d", c.n),
 		CreatedAt: time.Now(), MemoryMiB: 2048, CPUs: 1, Labels: o.Labels, Env: o.Env, Policy: policy,
 		Usage:      sandbox.Usage{Awake: 61250 * time.Millisecond, Standby: 2 * time.Hour, CPU: 1500 * time.Millisecond, StoredBytes: 4096},
 		LastResume: &sandbox.ResumeReport{Tier: "local", TotalMS: 30, Phases: map[string]float64{"state": 2}},
@@ -311,6 +312,23 @@ func (c *Core) Delete(_ context.Context, id string) error {
 	return err
 }
 
+// Wake wakes a sandbox.
+func (c *Core) Wake(_ context.Context, id, by string) (woken sandbox.Woken, err error) {
+	_, err = c.with("Wake", id, func(s *sandbox.Sandbox) error {
+		woken.ID = s.ID
+		switch s.State {
+		case sandbox.StateFailed:
+			return failed(s)
+		case sandbox.StateRunning:
+			return nil
+		}
+		s.LastResume = &sandbox.ResumeReport{Tier: "local", TotalMS: 30, Phases: map[string]float64{"state": 2}, By: by}
+		woken.Resumed, woken.Report = true, s.LastResume
+		return c.wake(s)
+	})
+	return woken, err
+}
+
 // Dial connects to where Ports leads.
 func (c *Core) Dial(ctx context.Context, id string, port int) (net.Conn, error) {
 	_, err := c.with("Dial", id, func(s *sandbox.Sandbox) error {
@@ -344,6 +362,12 @@ func (c *Core) Logs(_ context.Context, id string) (io.ReadCloser, error) {
 		return io.NopCloser(strings.NewReader("")), nil
 	}
 	return os.Open(c.LogFile)
+}
+
+// HookRuns returns Runs.
+func (c *Core) HookRuns(_ context.Context, id string) ([]sandbox.HookRun, error) {
+	_, err := c.with("HookRuns", id, func(*sandbox.Sandbox) error { return nil })
+	return c.Runs, err
 }
 
 // Templates returns all templates.

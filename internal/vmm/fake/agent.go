@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -191,7 +192,9 @@ func (a *agent) init(g *guest, r *http.Request) (any, error) {
 	req.Entropy = nil
 	g.Init = req
 	g.Frozen = false
-	return guestapi.InitResponse{AgentVersion: "fake", Steps: map[string]float64{}}, nil
+	resp := guestapi.InitResponse{AgentVersion: "fake", Steps: map[string]float64{}}
+	resp.Hooks, resp.Warnings = runHooks(req.Hooks, guestapi.EventPostResume, req.Reason)
+	return resp, nil
 }
 
 func (a *agent) freeze(w http.ResponseWriter, r *http.Request) {
@@ -214,8 +217,27 @@ func (a *agent) freeze(w http.ResponseWriter, r *http.Request) {
 			return nil, refuse(http.StatusConflict, "attempt %d was thawed", req.Attempt)
 		}
 		g.Frozen, g.Attempt, g.ThawAt = true, req.Attempt, g.Clock+req.Deadline
-		return guestapi.FreezeResponse{Steps: map[string]float64{}}, nil
+		resp := guestapi.FreezeResponse{Steps: map[string]float64{}}
+		resp.Hooks, resp.Warnings = runHooks(req.Hooks, guestapi.EventPreHibernate, guestapi.ReasonHibernate)
+		return resp, nil
 	})(w, r)
+}
+
+// runHooks pretends to run the hooks of an event: "false" fails, all else prints
+// its command and succeeds.
+func runHooks(hooks []guestapi.Hook, event, reason string) (results []guestapi.HookResult, warnings []string) {
+	for _, h := range hooks {
+		if h.Event != event {
+			continue
+		}
+		r := guestapi.HookResult{Name: h.Name, Event: event, Reason: reason, Background: h.Background, Output: strings.Join(h.Command, " ") + "\n", StartedAt: time.Now()}
+		if h.Command[0] == "false" {
+			r.ExitCode = 1
+			warnings = append(warnings, fmt.Sprintf("%s hook %s: %s", event, h.Name, r.Describe()))
+		}
+		results = append(results, r)
+	}
+	return results, warnings
 }
 
 func (a *agent) thaw(g *guest, r *http.Request) (any, error) {
