@@ -18,19 +18,31 @@ func TestWake(t *testing.T) {
 			t.Errorf("created: woken by %q, token %q", s.LastResume.By, s.TrafficToken)
 		}
 		if w, err := h.core.Wake(t.Context(), "anna", "exec"); err != nil || w.Resumed || w.Report != nil || w.ID != s.ID || w.String() != "" {
-			t.Fatalf("of one that runs: %+v, %v", w, err)
+			t.Fatalf("of one that runs: %#v, %v", w, err)
 		}
 		h.hibernate(s.ID)
+		step := "resume"
+		if len(h.options) > 0 {
+			step = "unpark"
+		}
+		g := newGate()
+		h.hook.set(at(step, false, g.wait))
+		go func() {
+			<-g.reached
+			wait(h.t, "all wait for the resume", func() bool { return h.core.Waiting(s.ID) == 10 })
+			close(g.open)
+		}()
 		var wg sync.WaitGroup
 		for range 10 {
 			wg.Go(func() {
 				w, err := h.core.Wake(t.Context(), s.ID, "http 8000")
 				if err != nil || !w.Resumed || w.Report == nil || w.Report.By != "http 8000" || !strings.HasPrefix(w.String(), "tier="+w.Report.Tier+"; ms=") {
-					t.Errorf("%+v, %v", w, err)
+					t.Errorf("%#v, %v", w, err)
 				}
 			})
 		}
 		wg.Wait()
+		h.hook.set(nil)
 		h.hibernate(s.ID)
 		if s := h.resume(s.ID); s.LastResume.By != sandbox.ByAPI {
 			t.Errorf("resumed by %q", s.LastResume.By)
@@ -58,7 +70,7 @@ func TestWakeCancelsHibernation(t *testing.T) {
 	}()
 	<-g.reached
 	if w, err := h.core.Wake(t.Context(), s.ID, "exec"); err != nil || w.Resumed {
-		t.Errorf("%+v, %v", w, err)
+		t.Errorf("%#v, %v", w, err)
 	}
 	isA(t, <-hibernated, sandbox.ErrConflict)
 }
