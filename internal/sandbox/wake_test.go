@@ -2,17 +2,20 @@ package sandbox_test
 
 import (
 	"context"
+	"errors"
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 
 	"github.com/hibernacle/hibernacle/internal/sandbox"
+	"github.com/hibernacle/hibernacle/internal/sandbox/sandboxtest"
 )
 
 // TestWake: requests at the same time share a resume, each learns of it, and it
 // reports who caused it.
 func TestWake(t *testing.T) {
-	each(t, func(h *host) {
+	eachBubble(t, func(t *testing.T, h *host) {
 		s := h.create(sandbox.CreateOptions{Name: "anna"})
 		if s.LastResume.By != "" || s.TrafficToken == "" {
 			t.Errorf("created: woken by %q, token %q", s.LastResume.By, s.TrafficToken)
@@ -21,16 +24,26 @@ func TestWake(t *testing.T) {
 			t.Fatalf("of one that runs: %+v, %v", w, err)
 		}
 		h.hibernate(s.ID)
-		var wg sync.WaitGroup
+		g := newGate()                                                            // none is so late that it finds the sandbox awake
+		fresh, parked := at("resume", false, g.wait), at("unpark", false, g.wait) // one of them
+		h.hook.set(func(ctx context.Context, s sandboxtest.Step) error { return errors.Join(fresh(ctx, s), parked(ctx, s)) })
+		var wg, begun sync.WaitGroup
 		for range 10 {
+			begun.Add(1)
 			wg.Go(func() {
+				begun.Done()
 				w, err := h.core.Wake(t.Context(), s.ID, "http 8000")
 				if err != nil || !w.Resumed || w.Report == nil || w.Report.By != "http 8000" || !strings.HasPrefix(w.String(), "tier="+w.Report.Tier+"; ms=") {
 					t.Errorf("%+v, %v", w, err)
 				}
 			})
 		}
+		<-g.reached
+		begun.Wait()
+		synctest.Wait()
+		close(g.open)
 		wg.Wait()
+		h.hook.set(nil)
 		h.hibernate(s.ID)
 		if s := h.resume(s.ID); s.LastResume.By != sandbox.ByAPI {
 			t.Errorf("resumed by %q", s.LastResume.By)
