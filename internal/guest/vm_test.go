@@ -300,6 +300,7 @@ func (m *machine) testSystem(t *testing.T) {
 		{"cat /proc/self/cgroup", "0::/user\n"},
 		{"cat /proc/self/oom_score_adj", "0\n"},
 		{"mount | grep -c ' / type overlay'", "1\n"},
+		{"cmp /proc/sys/kernel/random/boot_id /run/hib/boot_id && wc -c </run/hib/boot_id", "37\n"},
 		{"ls -d /dev/fd /dev/stdin /dev/shm/ /dev/pts/ptmx /sys/fs/cgroup/user", "/dev/fd\n/dev/pts/ptmx\n/dev/shm/\n/dev/stdin\n/sys/fs/cgroup/user\n"},
 	} {
 		if got := m.sh(t, c.script); got != c.want {

@@ -41,6 +41,8 @@ type guestCore struct {
 	fail    error         // of Wake
 	waking  chan struct{} // open while a resume goes on; nil otherwise
 	resume  time.Duration // how long one takes
+	waiting int           // requests that wait for one
+	need    int           // so many must wait before one ends
 	opens   time.Duration // after a resume until ports are listened at
 	resumed time.Time
 	slept   chan struct{}
@@ -95,17 +97,24 @@ func (c *guestCore) Wake(ctx context.Context, id, by string) (sandbox.Woken, err
 				time.Sleep(c.resume)
 				c.mu.Lock()
 				defer c.mu.Unlock()
+				for c.waiting < c.need {
+					c.mu.Unlock()
+					time.Sleep(time.Millisecond)
+					c.mu.Lock()
+				}
 				c.state, c.waking, c.resumed = sandbox.StateRunning, nil, time.Now()
 				close(done)
 			}()
 		}
 		waking := c.waking
+		c.waiting++
 		c.mu.Unlock()
 		select {
 		case <-waking:
 		case <-ctx.Done():
 		}
 		c.mu.Lock()
+		c.waiting--
 		if ctx.Err() != nil {
 			return woken, ctx.Err()
 		}

@@ -287,6 +287,9 @@ func newAnswerWriter(w http.ResponseWriter) *answerWriter {
 }
 
 func (w *answerWriter) WriteHeader(status int) {
+	if status == http.StatusContinue {
+		return // the server says so itself when the body is read, which is now
+	}
 	if w.status == 0 && status >= http.StatusOK { // what comes before is no answer
 		w.status = status
 		if w.request != nil && !w.request.ended.Load() {

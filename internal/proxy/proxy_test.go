@@ -236,7 +236,7 @@ func TestTenAtOnce(t *testing.T) {
 	f := newFixture(t)
 	var served atomic.Int64
 	f.guest(8000, func(w http.ResponseWriter, r *http.Request) { served.Add(1) })
-	f.core.resume = 50 * time.Millisecond
+	f.core.need = 10
 	f.core.hibernate()
 	var wg sync.WaitGroup
 	for range 10 {

@@ -10,3 +10,14 @@ func (c *Core) Rest(id string) {
 	e.turn <- struct{}{}
 	<-e.turn
 }
+
+// Waiting returns how many requests want to connect to a sandbox.
+func (c *Core) Waiting(id string) int {
+	e, err := c.find(id)
+	if err != nil {
+		return 0
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.dials
+}

@@ -6,7 +6,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"go.uber.org/goleak"
@@ -60,16 +59,6 @@ func (h *host) noneLeft() {
 func each(t *testing.T, test func(h *host)) {
 	for variant, options := range variants {
 		t.Run(variant, func(t *testing.T) { test(newHost(t, options...)) })
-	}
-}
-
-// eachBubble is each with a time of its own, where synctest.Wait tells that
-// everybody waits.
-func eachBubble(t *testing.T, test func(t *testing.T, h *host)) {
-	for variant, options := range variants {
-		t.Run(variant, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) { test(t, newHost(t, options...)) })
-		})
 	}
 }
 

@@ -2,46 +2,45 @@ package sandbox_test
 
 import (
 	"context"
-	"errors"
 	"strings"
 	"sync"
 	"testing"
-	"testing/synctest"
 
 	"github.com/hibernacle/hibernacle/internal/sandbox"
-	"github.com/hibernacle/hibernacle/internal/sandbox/sandboxtest"
 )
 
 // TestWake: requests at the same time share a resume, each learns of it, and it
 // reports who caused it.
 func TestWake(t *testing.T) {
-	eachBubble(t, func(t *testing.T, h *host) {
+	each(t, func(h *host) {
 		s := h.create(sandbox.CreateOptions{Name: "anna"})
 		if s.LastResume.By != "" || s.TrafficToken == "" {
 			t.Errorf("created: woken by %q, token %q", s.LastResume.By, s.TrafficToken)
 		}
 		if w, err := h.core.Wake(t.Context(), "anna", "exec"); err != nil || w.Resumed || w.Report != nil || w.ID != s.ID || w.String() != "" {
-			t.Fatalf("of one that runs: %+v, %v", w, err)
+			t.Fatalf("of one that runs: %#v, %v", w, err)
 		}
 		h.hibernate(s.ID)
-		g := newGate()                                                            // none is so late that it finds the sandbox awake
-		fresh, parked := at("resume", false, g.wait), at("unpark", false, g.wait) // one of them
-		h.hook.set(func(ctx context.Context, s sandboxtest.Step) error { return errors.Join(fresh(ctx, s), parked(ctx, s)) })
-		var wg, begun sync.WaitGroup
+		step := "resume"
+		if len(h.options) > 0 {
+			step = "unpark"
+		}
+		g := newGate()
+		h.hook.set(at(step, false, g.wait))
+		go func() {
+			<-g.reached
+			wait(h.t, "all wait for the resume", func() bool { return h.core.Waiting(s.ID) == 10 })
+			close(g.open)
+		}()
+		var wg sync.WaitGroup
 		for range 10 {
-			begun.Add(1)
 			wg.Go(func() {
-				begun.Done()
 				w, err := h.core.Wake(t.Context(), s.ID, "http 8000")
 				if err != nil || !w.Resumed || w.Report == nil || w.Report.By != "http 8000" || !strings.HasPrefix(w.String(), "tier="+w.Report.Tier+"; ms=") {
-					t.Errorf("%+v, %v", w, err)
+					t.Errorf("%#v, %v", w, err)
 				}
 			})
 		}
-		<-g.reached
-		begun.Wait()
-		synctest.Wait()
-		close(g.open)
 		wg.Wait()
 		h.hook.set(nil)
 		h.hibernate(s.ID)
@@ -71,7 +70,7 @@ func TestWakeCancelsHibernation(t *testing.T) {
 	}()
 	<-g.reached
 	if w, err := h.core.Wake(t.Context(), s.ID, "exec"); err != nil || w.Resumed {
-		t.Errorf("%+v, %v", w, err)
+		t.Errorf("%#v, %v", w, err)
 	}
 	isA(t, <-hibernated, sandbox.ErrConflict)
 }
