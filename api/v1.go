@@ -3,7 +3,10 @@
 // does not.
 package api
 
-import "time"
+import (
+	"encoding/json"
+	"time"
+)
 
 // State is where a sandbox is in its lifecycle.
 type State string
@@ -43,6 +46,16 @@ type Sandbox struct {
 	Leases        []Lease           `json:"leases"`                // that keep it from hibernating by itself, the oldest first
 	Activity      *Activity         `json:"activity"`              // while it runs and answers; null in a list
 	Next          *Next             `json:"next"`                  // what its limits do to it next; null: nothing
+	Usage         Usage             `json:"usage"`
+}
+
+// Usage is what an operator would bill a sandbox by, since its creation and up
+// to now.
+type Usage struct {
+	AwakeS      float64 `json:"awake_s"`      // seconds with a guest that runs
+	StandbyS    float64 `json:"standby_s"`    // seconds in standby, or failed with what is kept of it
+	CPUS        float64 `json:"cpu_s"`        // seconds of processor time; of a run that goes on, as far as it was looked at
+	StoredBytes int64   `json:"stored_bytes"` // that its snapshots hold in packs that no template shares
 }
 
 // Next says what a limit of the policy is going to do, and when.
@@ -347,6 +360,51 @@ type Host struct {
 	Draining       bool  `json:"draining"`        // nothing starts
 	PoolBytes      int64 `json:"pool_bytes"`      // of memory that machines take up that were started beforehand
 }
+
+// Event is one thing that happened, in the stream /v1/events and in webhooks.
+// docs/events.md lists the types with their data.
+type Event struct {
+	ID      uint64          `json:"id"` // grows, never used twice
+	Time    time.Time       `json:"time"`
+	Type    string          `json:"type"`
+	Sandbox string          `json:"sandbox,omitempty"` // id, "" for what is about the host
+	Name    string          `json:"name,omitempty"`    // of the sandbox, as it was then
+	Data    json.RawMessage `json:"data,omitempty"`    // an object
+}
+
+// WebhookRequest asks for a webhook.
+type WebhookRequest struct {
+	URL     string   `json:"url"`
+	Sandbox string   `json:"sandbox,omitempty"` // id or name, "": all
+	Types   []string `json:"types,omitempty"`   // of events, none: all
+	Secret  string   `json:"secret,omitempty"`  // that posts are signed with; "": one is made
+}
+
+// Webhook is a URL that events are posted to.
+type Webhook struct {
+	ID        string     `json:"id"`
+	URL       string     `json:"url"`
+	Sandbox   string     `json:"sandbox"`
+	Types     []string   `json:"types"`
+	CreatedAt time.Time  `json:"created_at"`
+	State     string     `json:"state"`                // "active", "retrying", or "paused" after days of failures
+	Cursor    uint64     `json:"cursor"`               // id of the last event that was delivered or passed over
+	Failures  int        `json:"failures"`             // attempts in a row that failed
+	LastError string     `json:"last_error,omitempty"` // of the last attempt
+	NextTry   *time.Time `json:"next_try,omitempty"`
+	Secret    string     `json:"secret,omitempty"` // only in the answer that made it
+}
+
+// WebhookTest says how the test of a webhook went.
+type WebhookTest struct {
+	OK     bool    `json:"ok"`
+	Status int     `json:"status"` // of HTTP, 0: no answer
+	MS     float64 `json:"ms"`
+	Error  string  `json:"error,omitempty"`
+}
+
+// EventGap is the type of the event that says that others are missing.
+const EventGap = "gap"
 
 // DrainRequest is the optional body of a drain.
 type DrainRequest struct {

@@ -28,12 +28,15 @@ var Allowed = map[string][]string{
 	"internal/bench":      {"api"},
 	"internal/bench/peer": {"api/process", "api/process/processconnect", "internal/guestapi", "internal/template", "internal/vmm", "internal/vmm/qemu", "internal/vnet"},
 	"internal/doctor":     {"api", "client", "internal/daemon", "internal/pager", "internal/shim", "internal/vmm"},
-	"internal/daemon":     {"api", "internal/atomicfile", "internal/blob/disk", "internal/blob/s3", "internal/blob/wrap", "internal/catalog", "internal/pager", "internal/proxy", "internal/sandbox", "internal/server", "internal/shim", "internal/snapshot", "internal/template", "internal/tier", "internal/vmm", "internal/vnet"},
+	"internal/daemon":     {"api", "internal/atomicfile", "internal/blob/disk", "internal/blob/s3", "internal/blob/wrap", "internal/catalog", "internal/events", "internal/metrics", "internal/pager", "internal/proxy", "internal/sandbox", "internal/server", "internal/shim", "internal/snapshot", "internal/template", "internal/tier", "internal/vmm", "internal/vnet", "internal/webhook"},
 
 	// the service
-	"internal/server":   {"api", "api/process", "api/process/processconnect", "internal/guestapi", "internal/sandbox"},
+	"internal/server":   {"api", "api/process", "api/process/processconnect", "internal/events", "internal/guestapi", "internal/sandbox", "internal/webhook"},
 	"internal/proxy":    {"api", "internal/guestapi", "internal/sandbox"},
 	"internal/sandbox":  {"internal/blob", "internal/catalog", "internal/failpoint", "internal/guestapi", "internal/shim", "internal/snapshot", "internal/template", "internal/tier", "internal/vmm"},
+	"internal/webhook":  {"internal/catalog", "internal/events"},
+	"internal/metrics":  {"internal/sandbox"},
+	"internal/events":   {},
 	"internal/catalog":  {},
 	"internal/template": {"internal/atomicfile"},
 

@@ -121,7 +121,7 @@ Start the daemon with "hib serve", then: hib template build, hib create, hib exe
 		newServeCommand(a), newDoctorCommand(a), newVersionCommand(a), newExitCodesTopic(),
 		newTemplateCommand(a),
 		newCreateCommand(a), newUpdateCommand(a), newDrainCommand(a), newLsCommand(a), newInspectCommand(a), newExecCommand(a),
-		newHibernateCommand(a), newHoldCommand(a), newResumeCommand(a), newRmCommand(a), newLogsCommand(a),
+		newHibernateCommand(a), newHoldCommand(a), newResumeCommand(a), newRmCommand(a), newLogsCommand(a), newEventsCommand(a), newWebhookCommand(a),
 		newCheckpointCommand(a), newRestoreCommand(a), newForkCommand(a),
 		newCpCommand(a), newPortForwardCommand(a), newURLCommand(a),
 		newStoreCommand(a),

@@ -3,6 +3,7 @@ package cli_test
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
 	"net"
@@ -18,10 +19,13 @@ import (
 	"github.com/rogpeppe/go-internal/testscript"
 
 	"github.com/hibernacle/hibernacle/api"
+	"github.com/hibernacle/hibernacle/internal/catalog/catalogtest"
 	"github.com/hibernacle/hibernacle/internal/cli"
+	"github.com/hibernacle/hibernacle/internal/events"
 	"github.com/hibernacle/hibernacle/internal/sandbox"
 	"github.com/hibernacle/hibernacle/internal/server"
 	"github.com/hibernacle/hibernacle/internal/server/servertest"
+	"github.com/hibernacle/hibernacle/internal/webhook"
 )
 
 const key = "e2b_00112233445566778899aabbccddeeff00112233"
@@ -33,12 +37,21 @@ func TestMain(m *testing.M) {
 }
 
 // daemon is a server over a core in memory, whose guest's home is home.
-func daemon(t testing.TB, home string) (url string, core *servertest.Core) {
+func daemon(t testing.TB, home string) (url string, core *servertest.Core, journal *events.Journal) {
 	core = servertest.NewCore(t, servertest.NewAgent(t, home))
-	srv := server.New(server.Config{Core: core, Key: key, PortURL: "http://{port}-{id}.localhost:7070/", Version: api.Version{Version: "1.2.3", API: 1, VMM: "qemu 7.2.0", Accel: "tcg"}})
+	journal, err := events.Open(filepath.Join(t.TempDir(), "events"), events.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	hooks, err := webhook.New(context.Background(), webhook.Config{Journal: journal, Catalog: &catalogtest.Memory{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	srv := server.New(server.Config{Core: core, Key: key, PortURL: "http://{port}-{id}.localhost:7070/", Version: api.Version{Version: "1.2.3", API: 1, VMM: "qemu 7.2.0", Accel: "tcg"},
+		Events: journal, Webhooks: hooks})
 	hs := httptest.NewServer(srv)
-	t.Cleanup(func() { srv.Close(); hs.CloseClientConnections(); hs.Close() })
-	return hs.URL, core
+	t.Cleanup(func() { srv.Close(); hs.CloseClientConnections(); hs.Close(); hooks.Close(); journal.Close() })
+	return hs.URL, core, journal
 }
 
 // TestScripts runs the scripts in testdata/script against a daemon of their
@@ -54,14 +67,14 @@ func TestScripts(t *testing.T) {
 				return err
 			}
 			tb := e.T().(testing.TB)
-			url, core := daemon(tb, guest)
+			url, core, journal := daemon(tb, guest)
 			core.Steps = []sandbox.Progress{{Phase: "rootfs", Message: "fetch"}, {Phase: "image", Done: 50, Total: 100}}
 			core.Found = sandbox.Verify{Objects: 3, Bytes: 2048}
 			core.LogFile = filepath.Join(e.WorkDir, "console")
 			if err := os.WriteFile(core.LogFile, []byte("booted\n"), 0o600); err != nil {
 				return err
 			}
-			e.Values["core"] = core
+			e.Values["core"], e.Values["journal"] = core, journal
 			e.Setenv("GUEST", guest)
 			e.Setenv("HIB_API_URL", url)
 			e.Setenv("HIB_API_KEY", key)
@@ -72,6 +85,7 @@ func TestScripts(t *testing.T) {
 			"break": func(ts *testscript.TestScript, _ bool, args []string) {
 				ts.Value("core").(*servertest.Core).Break(args[0], args[1])
 			},
+			"happen": happen,
 			"damage": func(ts *testscript.TestScript, _ bool, args []string) {
 				ts.Value("core").(*servertest.Core).Found.Faults = args
 			},
@@ -81,6 +95,19 @@ func TestScripts(t *testing.T) {
 			"exits": exits,
 		},
 	})
+}
+
+// happen appends an event about the sandbox s1: happen TYPE NAME DATA.
+func happen(ts *testscript.TestScript, _ bool, args []string) {
+	journal := ts.Value("journal").(*events.Journal)
+	sub := journal.Subscribe(0, events.Filter{})
+	defer sub.Close()
+	for _, err := sub.Ready(); err == nil; _, err = sub.Ready() {
+	}
+	journal.Append(events.Event{Type: args[0], Sandbox: "s1", Name: args[1], Data: json.RawMessage(args[2])})
+	if _, err := sub.Next(context.Background()); err != nil {
+		ts.Fatalf("%v", err)
+	}
 }
 
 // exits runs hib and checks its exit code: exits CODE ARG...
@@ -128,7 +155,7 @@ func eventually(t *testing.T, what string, cond func() bool) {
 }
 
 func TestPortForward(t *testing.T) {
-	url, core := daemon(t, t.TempDir())
+	url, core, _ := daemon(t, t.TempDir())
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)

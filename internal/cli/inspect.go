@@ -68,6 +68,7 @@ func runInspect(ctx context.Context, a *app, id string) error {
 		}
 		rows = append(rows, []string{"Replication", line})
 	}
+	rows = append(rows, []string{"Usage", usageLine(sb.Usage)})
 	if r := sb.LastHibernate; r != nil {
 		rows = append(rows, []string{"Last hibernate", hibernateLine(r)})
 	}

@@ -52,6 +52,7 @@ set: credentials that may only read.`,
 	f.IntVar(&o.config.DiskReserve, "disk-reserve", 25, "`PERCENT` of the memory of guests that run; so much of the disk stays free for their hibernations")
 	f.StringVar(&o.config.Store, "store", "", "`URL` of an S3-compatible store that snapshots are replicated to: s3://BUCKET/PREFIX?endpoint=https://HOST&region=REGION (default: none)")
 	f.StringVar(&o.localBudget, "local-budget", "0", "`SIZE` that packs may take up on the local disk, such as 200G; what was not used for longest stays in --store only (0: no limit)")
+	f.BoolVar(&o.config.MetricsOpen, "metrics-open", false, "serve /metrics to those without the key, too")
 	f.StringArrayVar(&o.dns, "dns", nil, "`ADDRESS` of a DNS server that answers sandboxes, may be repeated (default: those of the host's /etc/resolv.conf)")
 	f.StringVar(&o.logFormat, "log-format", daemon.LogText, "text or json")
 	f.StringVar(&o.logLevel, "log-level", "info", "debug, info, warn or error")

@@ -39,6 +39,7 @@ type Config struct {
 	DiskReserve  int          // percent of the RAM of guests that run; so much of the disk is kept free for their hibernations
 	Store        string       // address of the remote store, see s3.ParseURL; "": none
 	LocalBudget  int64        // bytes that packs may take up on the local disk once they are in the remote store too; 0: no limit
+	MetricsOpen  bool         // /metrics needs no key
 	Resolvers    []string     // DNS servers ("address:port") that answer sandboxes; none: those of the host
 	WrapVMM      []string     // command that the VMM is started by, for tests
 	Version      string       // of this build

@@ -35,7 +35,8 @@ type Started struct {
 type core interface {
 	server.Core
 	proxy.Core
-	Close() error // leaves the guests running
+	observed() *observers // nil: nobody is told of what happens
+	Close() error         // leaves the guests running
 }
 
 // wiring builds the core and says what VMM it uses.
@@ -92,7 +93,9 @@ func run(ctx context.Context, c Config, wire wiring, ready func(Started)) error 
 		return errors.Join(err, core.Close())
 	}
 	ports := proxy.New(proxy.Config{Core: core, Key: key, Domain: at.domain, Log: c.Log})
-	srv := server.New(server.Config{Core: core, Key: key, Version: version, PortURL: at.portURL(), Log: c.Log})
+	sc := server.Config{Core: core, Key: key, Version: version, PortURL: at.portURL(), Log: c.Log, MetricsOpen: c.MetricsOpen}
+	core.observed().addTo(&sc)
+	srv := server.New(sc)
 	started := Started{
 		URL: urlOf(ln.Addr()), KeyFile: filepath.Join(f.Data, api.KeyFile), Account: account, Plain: !isLoopback(ln.Addr()),
 	}

@@ -32,6 +32,8 @@ type fakeCore struct {
 	closed atomic.Bool
 }
 
+func (c *fakeCore) observed() *observers { return nil }
+
 func (c *fakeCore) Close() error {
 	c.closed.Store(true)
 	return nil

@@ -31,6 +31,7 @@ type Folders struct {
 	Templates string // artifacts of templates, readable by the account
 	Logs      string // consoles of the guests, owned by the account
 	Cache     string // what builds download; can be deleted
+	Events    string // journal of what happened
 	Run       string // runtime folder, short enough for socket paths
 }
 
@@ -43,6 +44,7 @@ func FoldersOf(data string) Folders {
 		Templates: filepath.Join(data, "templates"),
 		Logs:      filepath.Join(data, "logs"),
 		Cache:     filepath.Join(data, "cache"),
+		Events:    filepath.Join(data, "events"),
 		Run:       runFolder(data),
 	}
 }

@@ -30,13 +30,19 @@ const guestProgram = "hib-guest"
 // wired is the core with the catalog that it works on.
 type wired struct {
 	*sandbox.Core
-	tier    *tier.Tier // nil: there is no remote store
-	catalog *catalog.Catalog
+	tier      *tier.Tier // nil: there is no remote store
+	catalog   *catalog.Catalog
+	observers *observers
 }
+
+// observed returns who is told of what happens.
+func (w wired) observed() *observers { return w.observers }
 
 // Close ends the core and then what it works on; the guests go on.
 func (w wired) Close() error {
+	w.observers.unwatch()
 	w.Core.Close()
+	w.observers.close()
 	if w.tier != nil {
 		w.tier.Close()
 	}
@@ -76,8 +82,13 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 	if err != nil {
 		return nil, api.Version{}, err
 	}
+	seen, err := openObservers(ctx, c, f, cat)
+	if err != nil {
+		return nil, api.Version{}, errors.Join(err, cat.Close())
+	}
 	remote, read, err := openTier(ctx, c, f, store)
 	if err != nil {
+		seen.close()
 		return nil, api.Version{}, errors.Join(err, cat.Close())
 	}
 	snapshots := snapshot.NewRepository(store)
@@ -107,17 +118,19 @@ func wire(ctx context.Context, c Config, f Folders, a Account) (core, api.Versio
 			_, err := vnet.ParsePolicy(e.Profile, e.Allow, e.Deny)
 			return err
 		},
-		Events: sandbox.LogEvents(c.Log),
+		Events: seen.sink(c.Log),
 		Log:    c.Log,
 	})
 	if err != nil {
 		if remote != nil {
 			remote.Close()
 		}
+		seen.close()
 		return nil, api.Version{}, errors.Join(err, cat.Close())
 	}
+	seen.watch(core)
 	version := api.Version{Version: c.Version, API: apiVersion, VMM: info.Driver + " " + info.Version, Accel: info.Accelerator}
-	return wired{core, remote, cat}, version, nil
+	return wired{core, remote, cat, seen}, version, nil
 }
 
 // credential returns what shims change to, nil if they stay what they are.

@@ -142,6 +142,9 @@ func (c *Core) compact(ctx context.Context, e *entry) (snapshot.Compacted, error
 		c.trash.add(id)
 		return snapshot.Compacted{}, err
 	}
+	if f, err := c.cfg.Snapshots.Footprint(ctx, now, shared); err == nil {
+		e.stores(now.ID, f.StoredBytes())
+	}
 	if err := c.swapSnapshot(ctx, e, ref, now, meta); err != nil {
 		return snapshot.Compacted{}, err
 	}
@@ -193,8 +196,12 @@ func (c *Core) worthCompacting(ctx context.Context, e *entry, ref snapshot.Ref) 
 	}
 	shared = func(pack snapshot.ID) bool { return has(bases, pack) || has(c.compactor.unreadable, pack) }
 	f, err := c.cfg.Snapshots.Footprint(ctx, ref, shared)
-	if err != nil || f.Rewrite() == 0 {
+	if err != nil {
 		return nil, false, err
+	}
+	e.stores(ref.ID, f.StoredBytes())
+	if f.Rewrite() == 0 {
+		return nil, false, nil
 	}
 	users := c.packUsers(ctx)
 	shared = func(pack snapshot.ID) bool { return users[pack] > 1 || has(c.compactor.unreadable, pack) }

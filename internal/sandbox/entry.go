@@ -28,6 +28,7 @@ type entry struct {
 	doomed    int           // deletions that wait for their turn
 	dials     int           // requests that want to connect: while there is one, no hibernation is committed
 	slept     chan struct{} // closed when the guest of now no longer runs; nil: nobody asked
+	measured  measured      // what the next change adds to the record's usage
 	leases    map[*Lease]struct{}
 	sessions  int
 	idle      idleWatch
@@ -75,7 +76,9 @@ func newEntry(rec record, rev uint64) *entry {
 func (e *entry) view() Sandbox {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	s := e.rec.view()
+	rec := e.rec
+	e.measured.addTo(&rec)
+	s := rec.view()
 	s.Parked = e.parked != nil
 	s.Leases = e.heldNow(time.Now())
 	s.Leases = s.Leases[:min(len(s.Leases), maxLeasesSeen)]
@@ -153,6 +156,7 @@ func (e *entry) attach(vm VM) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.vm = vm
+	e.measured.cpu = 0 // of the machine before
 }
 
 // detach lets go of the machine without ending it and returns it, nil if there is none.
@@ -312,7 +316,7 @@ func (c *Core) retry(e *entry) {
 func (c *Core) change(ctx context.Context, e *entry, mutate func(*record)) error {
 	next := e.rec
 	mutate(&next)
-	next.moved(e.rec, time.Now().UTC())
+	c.account(e, &next)
 	from := e.rec.State
 	if !allowed(from, next.State) {
 		return conflict("", "sandbox %s cannot go from %s to %s", e.id, from, next.State)

@@ -39,6 +39,12 @@ const (
 	EventDeleted      EventType = "deleted"      // Reason: "" where a user asked for it
 )
 
+// EventTypes lists the types of events. docs/events.md says what each means.
+var EventTypes = []EventType{
+	EventState, EventCreated, EventResumed, EventWoken, EventIdle, EventHibernated, EventCancelled, EventHook, EventDenied,
+	EventFailed, EventCheckpointed, EventRestored, EventForked, EventUpdated, EventExpiring, EventDeleted,
+}
+
 // Event tells what happened to a sandbox. Which fields are set depends on the
 // type; what they point to must not be written to.
 type Event struct {

@@ -231,8 +231,10 @@ func (c *Core) commit(ctx context.Context, e *entry, sealed shim.CaptureReport, 
 	before = e.rec
 	report := begun.report(sealed)
 	committing := time.Now()
+	e.usedCPU(e.vm, sealed.CPU)
 	err = c.change(ctx, e, func(r *record) {
 		r.State = StateStandby
+		r.Usage.StoredBytes += sealed.Metadata.StoredBytes // until it is measured
 		r.commit(sealed.Snapshot, sealed.Metadata)
 		r.LastUsed, r.LastHibernate = time.Now().UTC(), &report
 	})

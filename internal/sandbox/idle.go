@@ -76,6 +76,7 @@ func (c *Core) Inspect(ctx context.Context, id string) (Sandbox, error) {
 		ctx, cancel := context.WithTimeout(ctx, lookTimeout)
 		defer cancel()
 		if a, err := vm.Activity(ctx, req); err == nil {
+			e.usedCPU(vm, a.CPU)
 			activity = &Activity{Open: a.Open, Awaiting: a.Awaiting, Idle: a.Idle, KeepAwake: a.KeepAwake, AgentErr: a.AgentErr}
 		}
 	}
@@ -189,6 +190,7 @@ func (c *Core) lookIdle(e *entry, run uint64) {
 	ctx, cancel := context.WithTimeout(context.Background(), lookTimeout)
 	a, err := vm.Activity(ctx, c.activityRequest(policy, policy.IdleTimeout))
 	cancel()
+	e.usedCPU(vm, a.CPU)
 	e.mu.Lock()
 	known, next := c.judge(e, a, err)
 	e.mu.Unlock()

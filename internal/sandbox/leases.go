@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -135,7 +136,9 @@ func (e *entry) heldNow(now time.Time) []Lease {
 	if h := e.rec.Hold; h != nil && now.Before(h.Until) {
 		list = append(list, *h)
 	}
-	slices.SortFunc(list, func(a, b Lease) int { return a.Since.Compare(b.Since) })
+	slices.SortFunc(list, func(a, b Lease) int {
+		return cmp.Or(a.Since.Compare(b.Since), cmp.Compare(a.Kind, b.Kind), cmp.Compare(a.Owner, b.Owner))
+	})
 	return list
 }
 

@@ -65,6 +65,7 @@ type record struct {
 
 	Usage         Usage            `json:"usage,omitzero"`         // until Since
 	Since         time.Time        `json:"since,omitzero"`         // when it came to be awake, asleep or in between
+	CPUCounted    time.Duration    `json:"cpu_counted,omitempty"`  // of the processor time of the machine that the handle names, what Usage has
 	TimeoutFrom   time.Duration    `json:"timeout_from,omitempty"` // what Usage.Awake was when the policy's timeout began to count
 	Told          map[string]told  `json:"told,omitempty"`         // limit → what was told of it
 	WentBack      time.Time        `json:"went_back,omitzero"`     // when it was last resumed by itself from its last snapshot
@@ -122,7 +123,7 @@ func (rec *record) endCapture() { rec.Pending, rec.Keep, rec.GoOn = "", nil, fal
 
 // bind notes the shim that is to run the record's snapshot.
 func (rec *record) bind(h shim.Handle) {
-	rec.Handle, rec.Bound = &h, ""
+	rec.Handle, rec.Bound, rec.CPUCounted = &h, "", 0
 	if rec.Snapshot != nil {
 		rec.Bound = rec.Snapshot.ID
 	}

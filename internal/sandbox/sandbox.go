@@ -127,6 +127,7 @@ type Core struct {
 	draining  atomic.Bool
 	storeTurn sync.Mutex    // held while snapshots are deleted
 	closing   chan struct{} // closed by Close
+	started   time.Time     // when the core began to look at its sandboxes
 
 	mu        sync.Mutex
 	closed    bool
@@ -149,7 +150,7 @@ type Core struct {
 func New(ctx context.Context, cfg Config) (*Core, error) {
 	cfg.setDefaults()
 	c := &Core{
-		cfg: cfg, log: cfg.Log, closing: make(chan struct{}),
+		cfg: cfg, log: cfg.Log, closing: make(chan struct{}), started: time.Now(),
 		entries: map[string]*entry{}, names: map[string]string{}, templates: map[string]*tmpl{},
 		pins: map[pin]int{}, boots: map[string]*flight{}, ops: map[*operation]struct{}{},
 	}

@@ -84,6 +84,23 @@ func (c *Core) StoreStatus(ctx context.Context) (StoreStatus, error) {
 	return s, nil
 }
 
+// Tiers returns what each tier of the store holds. It lists the objects of
+// each, those of a remote store as well.
+func (c *Core) Tiers(ctx context.Context) ([]TierStatus, error) {
+	var st snapshot.Status
+	var err error
+	if c.cfg.Tier == nil {
+		if st, err = c.cfg.Snapshots.Status(ctx); err != nil {
+			return nil, unavailable(err, "look through the store")
+		}
+	}
+	list, err := c.tiers(ctx, st)
+	if err != nil {
+		return nil, unavailable(err, "look through the store")
+	}
+	return list, nil
+}
+
 // tiers returns what each tier holds; st is what the local one does.
 func (c *Core) tiers(ctx context.Context, st snapshot.Status) ([]TierStatus, error) {
 	if c.cfg.Tier == nil {

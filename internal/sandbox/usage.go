@@ -1,11 +1,18 @@
 package sandbox
 
-import "time"
+import (
+	"time"
 
-// Usage sums up what a sandbox used, up to the last change of its state.
+	"github.com/hibernacle/hibernacle/internal/snapshot"
+)
+
+// Usage sums up what a sandbox used since its creation, up to the last change
+// of its state: what an operator would bill it by.
 type Usage struct {
-	Awake   time.Duration `json:"awake"`   // with a machine that runs, from the moment it ran
-	Standby time.Duration `json:"standby"` // in standby, or failed with a snapshot that is kept
+	Awake       time.Duration `json:"awake"`                  // with a machine that runs, from the moment it ran
+	Standby     time.Duration `json:"standby"`                // in standby, or failed with a snapshot that is kept
+	CPU         time.Duration `json:"cpu,omitempty"`          // that its machines took, the VMM's own part included; of one that runs, as far as it was looked at
+	StoredBytes int64         `json:"stored_bytes,omitempty"` // that its snapshots hold in packs that no template shares
 }
 
 // awake reports whether a sandbox in such a state has a guest that runs. One
@@ -35,5 +42,63 @@ func (rec *record) moved(from record, now time.Time) {
 	if from.State.awake() == rec.State.awake() && from.State.asleep() == rec.State.asleep() && !from.Since.IsZero() {
 		return
 	}
-	rec.Usage, rec.Since = from.usedAt(now), now
+	used := from.usedAt(now)
+	rec.Usage.Awake, rec.Usage.Standby, rec.Since = used.Awake, used.Standby, now
+}
+
+// useCPU counts the processor time that the present machine took so far.
+func (rec *record) useCPU(total time.Duration) {
+	if total > rec.CPUCounted {
+		rec.Usage.CPU += total - rec.CPUCounted
+		rec.CPUCounted = total
+	}
+}
+
+// measured is what was found out about a sandbox beside its record. The next
+// change puts it there.
+type measured struct {
+	cpu    time.Duration // that the machine took which is attached
+	stored int64         // of the snapshot of, see Usage
+	of     snapshot.ID
+}
+
+// addTo puts what was measured into a record.
+func (m measured) addTo(rec *record) {
+	rec.useCPU(m.cpu)
+	if rec.Snapshot != nil && rec.Snapshot.ID == m.of {
+		rec.Usage.StoredBytes = m.stored
+	}
+}
+
+// usedCPU notes how much processor time vm has taken since it was started, if it
+// still is the machine that is attached.
+func (e *entry) usedCPU(vm VM, total time.Duration) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.vm == vm {
+		e.measured.cpu = max(e.measured.cpu, total)
+	}
+}
+
+// stores notes what a snapshot of the sandbox holds in packs that no template
+// shares.
+func (e *entry) stores(id snapshot.ID, bytes int64) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.measured.stored, e.measured.of = bytes, id
+}
+
+// account brings the usage of next, which is to follow the entry's record, up
+// to date. A machine that is found to have ended may have done so while no daemon
+// was there: nobody knows when, so the time before this core began is nobody's.
+func (c *Core) account(e *entry, next *record) {
+	e.mu.Lock()
+	found := e.measured
+	e.mu.Unlock()
+	found.addTo(next)
+	before := e.rec
+	if next.State == StateFailed && before.State.awake() && before.Since.Before(c.started) {
+		before.Since = c.started
+	}
+	next.moved(before, time.Now().UTC())
 }

@@ -4,6 +4,7 @@ import (
 	"crypto/sha256"
 	"crypto/subtle"
 	"net/http"
+	"slices"
 	"strings"
 )
 
@@ -11,13 +12,13 @@ import (
 const keyHeader = "X-API-Key"
 
 // authenticate lets a request through to next if it shows key. It guards every
-// route but the health check, unknown ones too. A page in a browser that
+// path but the open ones, unknown ones too. A page in a browser that
 // reaches the listener (by DNS rebinding, say) has no key, so the Host header
 // needs no check of its own.
-func (s *Server) authenticate(key string, next http.Handler) http.Handler {
+func (s *Server) authenticate(key string, open []string, next http.Handler) http.Handler {
 	want := sha256.Sum256([]byte(key))
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.URL.Path == healthPath {
+		if slices.Contains(open, r.URL.Path) {
 			next.ServeHTTP(w, r)
 			return
 		}

@@ -42,6 +42,7 @@ func (srv *Server) toSandbox(s sandbox.Sandbox) api.Sandbox {
 		ID: s.ID, Name: s.Name, Template: s.Template, State: api.State(s.State), Reason: s.Reason,
 		CreatedAt: s.CreatedAt, MemoryMiB: s.MemoryMiB, CPUs: s.CPUs, Labels: orEmpty(s.Labels), Parked: s.Parked, ForkedFrom: s.ForkedFrom, Checkpoints: s.Checkpoints,
 		Policy: toPolicy(s.Policy), TrafficToken: s.TrafficToken, PortURL: strings.ReplaceAll(srv.portURL, "{id}", s.ID),
+		Usage: api.Usage{AwakeS: s.Usage.Awake.Seconds(), StandbyS: s.Usage.Standby.Seconds(), CPUS: s.Usage.CPU.Seconds(), StoredBytes: s.Usage.StoredBytes},
 	}
 	out.Leases = make([]api.Lease, 0, len(s.Leases))
 	for _, l := range s.Leases {

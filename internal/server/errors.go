@@ -8,6 +8,7 @@ import (
 
 	"github.com/hibernacle/hibernacle/api"
 	"github.com/hibernacle/hibernacle/internal/sandbox"
+	"github.com/hibernacle/hibernacle/internal/webhook"
 )
 
 // Errors of the HTTP layer itself.
@@ -65,6 +66,10 @@ func classify(err error) (status int, code string) {
 	case errors.As(err, &agent):
 		return agent.classify()
 
+	case errors.Is(err, webhook.ErrNotFound):
+		return http.StatusNotFound, api.CodeNotFound
+	case errors.Is(err, webhook.ErrInvalid):
+		return http.StatusBadRequest, api.CodeInvalid
 	case errors.Is(err, errors.ErrUnsupported):
 		return http.StatusNotImplemented, api.CodeNotSupported
 	}

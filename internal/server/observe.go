@@ -42,7 +42,11 @@ func (s *Server) observe(next http.Handler) http.Handler {
 				rec.err = fmt.Errorf("panic: %v", v)
 				s.recovered(ow, v, id)
 			}
-			s.logRequest(r, ow, rec.err, id, time.Since(start))
+			took := time.Since(start)
+			s.logRequest(r, ow, rec.err, id, took)
+			if s.answered != nil {
+				s.answered(r.Pattern, ow.status, took) // the router has set the pattern
+			}
 			if ow.broken {
 				panic(http.ErrAbortHandler) // cut the answer that had begun
 			}

@@ -165,9 +165,28 @@ func TestAnswersAreAsDescribed(t *testing.T) {
 		{"POST", "/v1/store/import", "", `{"take_over":true}`, 200},
 		{"POST", "/v1/store/import", "", `{"take_over":1}`, 400},
 		{"GET", "/v1/host", "", "", 200},
+		{"GET", "/v1/events", "?follow=false", "", 200},
+		{"GET", "/v1/events", "?after=x", "", 400},
+		{"GET", "/metrics", "", "", 200},
+		{"POST", "/v1/webhooks", "", `{"url":"http://127.0.0.1:1/x","types":["failed"],"sandbox":"b"}`, 201},
+		{"POST", "/v1/webhooks", "", `{"url":"nonsense"}`, 400},
+		{"GET", "/v1/webhooks", "", "", 200},
+		{"POST", "/v1/webhooks/{hook}/test", "", "", 200},
+		{"POST", "/v1/webhooks/{hook}/resume", "", "", 200},
+		{"DELETE", "/v1/webhooks/{hook}", "", "", 204},
+		{"DELETE", "/v1/webhooks/{hook}", "", "", 404},
 	} {
 		t.Run(fmt.Sprintf("%s %s %d", c.method, c.path, c.status), func(t *testing.T) {
-			path := strings.NewReplacer("{id}", id, "{port}", "80", "{name}", "py", "{checkpoint}", "clean").Replace(c.path)
+			hook := ""
+			if strings.Contains(c.path, "{hook}") {
+				hook = f.hook()
+				c.path = strings.Replace(c.path, "{hook}", "{id}", 1)
+			}
+			path := c.path
+			if hook != "" {
+				path = strings.Replace(path, "{id}", hook, 1)
+			}
+			path = strings.NewReplacer("{id}", id, "{port}", "80", "{name}", "py", "{checkpoint}", "clean").Replace(path)
 			resp, body := f.do(c.method, path+c.query, c.body)
 			if resp.StatusCode != c.status {
 				t.Fatalf("status %d: %s", resp.StatusCode, body)
@@ -199,6 +218,7 @@ func TestRequestsAreAsDescribed(t *testing.T) {
 	for name, v := range map[string]any{
 		"CreateRequest": api.CreateRequest{}, "UpdateRequest": api.UpdateRequest{}, "Policy": api.Policy{}, "PolicyPatch": api.PolicyPatch{},
 		"Limit": api.Limit{}, "Expires": api.Expires{}, "Schedule": api.Schedule{}, "Hook": api.Hook{}, "HookRun": api.HookRun{}, "Egress": api.Egress{}, "ExecRequest": api.ExecRequest{}, "BuildRequest": api.BuildRequest{},
+		"Event": api.Event{}, "WebhookRequest": api.WebhookRequest{}, "Webhook": api.Webhook{}, "WebhookTest": api.WebhookTest{}, "Usage": api.Usage{},
 		"Sandbox": api.Sandbox{}, "Template": api.Template{}, "Progress": api.Progress{}, "Version": api.Version{}, "Error": api.Error{},
 		"StoreStatus": api.StoreStatus{}, "TierStatus": api.TierStatus{}, "StoreSandbox": api.StoreSandbox{}, "CollectRequest": api.CollectRequest{}, "VerifyRequest": api.VerifyRequest{},
 		"Collected": api.Collected{}, "CollectedTier": api.CollectedTier{}, "ImportRequest": api.ImportRequest{}, "Imported": api.Imported{},

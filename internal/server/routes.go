@@ -5,8 +5,11 @@ import (
 	"net/http/pprof"
 )
 
-// healthPath is the only one that needs no key.
-const healthPath = "/v1/health"
+// healthPath needs no key, and metricsPath none if the operator says so.
+const (
+	healthPath  = "/v1/health"
+	metricsPath = "/metrics"
+)
 
 // route is one entry of the table. An empty method stands for every method.
 type route struct {
@@ -46,6 +49,14 @@ func (s *Server) routes() []route {
 		{"PUT", "/v1/sandboxes/{id}/files", s.uploadFile},
 		{"", "/v1/sandboxes/{id}/agent/{path...}", s.proxyAgent},
 		{"GET", "/v1/sandboxes/{id}/ports/{port}/connect", s.connectPort},
+
+		{"GET", "/v1/events", s.getEvents},
+		{"POST", "/v1/webhooks", s.createWebhook},
+		{"GET", "/v1/webhooks", s.listWebhooks},
+		{"DELETE", "/v1/webhooks/{id}", s.deleteWebhook},
+		{"POST", "/v1/webhooks/{id}/resume", s.resumeWebhook},
+		{"POST", "/v1/webhooks/{id}/test", s.testWebhook},
+		{"GET", metricsPath, s.getMetrics},
 
 		{"GET", "/v1/templates", s.listTemplates},
 		{"POST", "/v1/templates", s.buildTemplate},

@@ -19,7 +19,9 @@ import (
 	"time"
 
 	"github.com/hibernacle/hibernacle/api"
+	"github.com/hibernacle/hibernacle/internal/events"
 	"github.com/hibernacle/hibernacle/internal/sandbox"
+	"github.com/hibernacle/hibernacle/internal/webhook"
 )
 
 // Core is what the server needs of the core. Its errors wrap the sentinels of
@@ -85,6 +87,13 @@ type Config struct {
 	Version api.Version  // answer to /v1/version
 	PortURL string       // URL of a port of a sandbox, with {port} and {id} in it; "" if there is none
 	Log     *slog.Logger // nil discards
+
+	Events   *events.Journal  // what /v1/events shows; nil: nothing is
+	Webhooks *webhook.Manager // nil: there are none
+
+	Metrics     http.Handler                                           // answers /metrics; nil: there are none
+	MetricsOpen bool                                                   // without the key
+	Answered    func(route string, status int, duration time.Duration) // is told of each request; may be nil
 }
 
 // Server is an http.Handler for the whole interface.
@@ -96,6 +105,12 @@ type Server struct {
 	guests  *http.Transport
 	handler http.Handler
 
+	events    *events.Journal
+	heartbeat time.Duration
+	webhooks  *webhook.Manager
+	metrics   http.Handler
+	answered  func(route string, status int, duration time.Duration)
+
 	mu       sync.Mutex
 	stopped  bool
 	stopping chan struct{}
@@ -104,12 +119,17 @@ type Server struct {
 
 // New returns a server. Close it to end its streams.
 func New(c Config) *Server {
-	s := &Server{core: c.Core, version: c.Version, portURL: c.PortURL, log: c.Log, stopping: make(chan struct{})}
+	s := &Server{core: c.Core, version: c.Version, portURL: c.PortURL, log: c.Log, stopping: make(chan struct{}),
+		events: c.Events, heartbeat: heartbeatEvery, webhooks: c.Webhooks, metrics: c.Metrics, answered: c.Answered}
+	open := []string{healthPath}
+	if c.MetricsOpen {
+		open = append(open, metricsPath)
+	}
 	if s.log == nil {
 		s.log = slog.New(slog.DiscardHandler)
 	}
 	s.guests = newGuestTransport(c.Core)
-	s.handler = s.observe(s.authenticate(c.Key, s.router()))
+	s.handler = s.observe(s.authenticate(c.Key, open, s.router()))
 	return s
 }
 

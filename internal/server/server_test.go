@@ -17,6 +17,7 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -24,9 +25,12 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/hibernacle/hibernacle/api"
+	"github.com/hibernacle/hibernacle/internal/catalog/catalogtest"
+	"github.com/hibernacle/hibernacle/internal/events"
 	"github.com/hibernacle/hibernacle/internal/sandbox"
 	"github.com/hibernacle/hibernacle/internal/server"
 	"github.com/hibernacle/hibernacle/internal/server/servertest"
+	"github.com/hibernacle/hibernacle/internal/webhook"
 )
 
 const key = "e2b_00112233445566778899aabbccddeeff00112233"
@@ -42,6 +46,12 @@ type fixture struct {
 	home   string
 	log    *bytes.Buffer // of the server; read it after the server is closed
 	close  func()
+
+	journal  *events.Journal
+	webhooks *webhook.Manager
+
+	mu     sync.Mutex
+	routes []string // of the requests that were answered
 }
 
 func newFixture(t *testing.T) *fixture {
@@ -49,7 +59,21 @@ func newFixture(t *testing.T) *fixture {
 	f := &fixture{T: t, home: t.TempDir(), log: &bytes.Buffer{}}
 	f.core = servertest.NewCore(t, servertest.NewAgent(t, f.home))
 	log := slog.New(slog.NewTextHandler(f.log, &slog.HandlerOptions{Level: slog.LevelDebug}))
-	f.server = server.New(server.Config{Core: f.core, Key: key, Version: api.Version{Version: "test", API: 1, VMM: "none", Accel: "tcg"}, Log: log})
+	var err error
+	if f.journal, err = events.Open(t.TempDir(), events.Options{}); err != nil {
+		t.Fatal(err)
+	}
+	if f.webhooks, err = webhook.New(t.Context(), webhook.Config{Journal: f.journal, Catalog: &catalogtest.Memory{}}); err != nil {
+		t.Fatal(err)
+	}
+	f.server = server.New(server.Config{
+		Core: f.core, Key: key, Version: api.Version{Version: "test", API: 1, VMM: "none", Accel: "tcg"}, Log: log,
+		Events: f.journal, Webhooks: f.webhooks, Answered: f.answered,
+		Metrics: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Type", "text/plain; version=0.0.4")
+			fmt.Fprintln(w, "hib_up 1")
+		}),
+	})
 	hs := httptest.NewUnstartedServer(f.server)
 	hs.Config = server.NewHTTPServer(f.server, slog.New(slog.DiscardHandler))
 	hs.Start()
@@ -61,11 +85,20 @@ func newFixture(t *testing.T) *fixture {
 			f.server.Close()
 			hs.CloseClientConnections()
 			hs.Close()
+			f.webhooks.Close()
+			f.journal.Close()
 			http.DefaultClient.CloseIdleConnections()
 		}
 	}
 	t.Cleanup(f.close)
 	return f
+}
+
+// answered notes the route and the status of an answer.
+func (f *fixture) answered(route string, status int, _ time.Duration) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.routes = append(f.routes, fmt.Sprint(route, " ", status))
 }
 
 // do sends a request with the key and returns the answer and its whole body.

@@ -166,10 +166,12 @@ func (h *host) seal(ctx context.Context, req CaptureRequest) (CaptureReport, err
 	if err := failpoint.Hit(ctx, failWritten); err != nil {
 		return CaptureReport{}, h.discard(req.ID, err)
 	}
+	cpu, _ := cpuTime(h.machine.PID()) // 0 where it cannot be told
 	report := CaptureReport{
 		Snapshot: ref, Metadata: meta, Phases: watch.phases, Warnings: frozen.Warnings, Hooks: frozen.Hooks,
 		PauseMS:    float64(time.Since(paused).Microseconds()) / 1000,
 		WorkingSet: h.workset.report(ctx, h.parent),
+		CPU:        cpu,
 	}
 	if report.WorkingSet != nil && h.remote != nil {
 		report.WorkingSet.BytesFetched = h.remote.fetched.Load()

@@ -185,6 +185,7 @@ type CaptureReport struct {
 	Phases   map[string]float64 `json:"phases"`
 	PauseMS  float64            `json:"pause_ms"` // from the pause to the seal
 	Warnings []string           `json:"warnings,omitempty"`
+	CPU      time.Duration      `json:"cpu,omitempty"` // nanoseconds of processor time that the VMM took since it was started; 0: not known
 
 	Hooks []guestapi.HookResult `json:"hooks,omitempty"` // that ran; those that were waited for are the phase hooks
 

@@ -133,6 +133,7 @@ func (c *Core) Create(_ context.Context, o sandbox.CreateOptions) (sandbox.Sandb
 	s := &sandbox.Sandbox{
 		ID: fmt.Sprintf("sandbox%d", c.n), Name: o.Name, Template: o.Template, State: sandbox.StateRunning, TrafficToken: fmt.Sprintf("token-sandbox%d", c.n),
 		CreatedAt: time.Now(), MemoryMiB: 2048, CPUs: 1, Labels: o.Labels, Env: o.Env, Policy: policy,
+		Usage:      sandbox.Usage{Awake: 61250 * time.Millisecond, Standby: 2 * time.Hour, CPU: 1500 * time.Millisecond, StoredBytes: 4096},
 		LastResume: &sandbox.ResumeReport{Tier: "local", TotalMS: 30, Phases: map[string]float64{"state": 2}},
 	}
 	if o.MemoryMiB != 0 {
