@@ -152,10 +152,20 @@ func erase(ctx context.Context, cat Catalog, kind, key string, rev uint64) error
 // announce, which may not exist yet.
 func (c *Core) roots() (needed, announced map[snapshot.ID]struct{}) {
 	needed, announced = map[snapshot.ID]struct{}{}, map[snapshot.ID]struct{}{}
-	for _, e := range c.all() {
-		e.mu.Lock()
-		e.rec.roots(needed, announced)
-		e.mu.Unlock()
+	// A copy that is made while this runs has taken over what its original may
+	// have dropped by the time that one is looked at: look until there is nobody new.
+	seen := map[*entry]struct{}{}
+	for looked := -1; looked < len(seen); {
+		looked = len(seen)
+		for _, e := range c.all() {
+			if _, ok := seen[e]; ok {
+				continue
+			}
+			seen[e] = struct{}{}
+			e.mu.Lock()
+			e.rec.roots(needed, announced)
+			e.mu.Unlock()
+		}
 	}
 	for _, v := range c.versions() {
 		v.roots(needed, announced)
