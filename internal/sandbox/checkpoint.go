@@ -79,23 +79,24 @@ func (rec *record) present(name string, kind CheckpointKind) checkpoint {
 	return c
 }
 
-// addCheckpoint adds a checkpoint; of those that nobody asked for by name only
-// the latest of its kind stay.
+// addCheckpoint adds a checkpoint; of those of a schedule only the latest stay.
+// What a restore leaves pushes nothing out: that may be what it goes to.
 func (rec *record) addCheckpoint(c checkpoint) {
-	list := append(slices.Clone(rec.Checkpoints), c)
-	keep := len(list)
-	switch c.Kind {
-	case CheckpointRestore:
-		keep = maxBeforeRestores
-	case CheckpointSchedule:
-		keep = rec.Policy.Checkpoints.Keep
+	rec.Checkpoints = append(slices.Clone(rec.Checkpoints), c)
+	if c.Kind == CheckpointSchedule {
+		rec.keepLatest(c.Kind, rec.Policy.Checkpoints.Keep, "")
 	}
-	of := 0
+}
+
+// keepLatest drops the checkpoints of a kind but the latest n, one at least, and
+// the one that is named.
+func (rec *record) keepLatest(kind CheckpointKind, n int, but string) {
+	list, of := slices.Clone(rec.Checkpoints), 0
 	for i := len(list) - 1; i >= 0; i-- {
-		if list[i].Kind != c.Kind {
+		if list[i].Kind != kind {
 			continue
 		}
-		if of++; of > max(keep, 1) {
+		if of++; of > max(n, 1) && list[i].Name != but {
 			list = slices.Delete(list, i, i+1)
 		}
 	}

@@ -209,6 +209,37 @@ func restoreKeeps(h *host) {
 	}
 }
 
+// TestRestoreToTheOldestOfRestores goes to what the checkpoint that it leaves
+// would push out.
+func TestRestoreToTheOldestOfRestores(t *testing.T) {
+	h := newHost(t)
+	s := h.create()
+	h.ask(s.ID, "set first")
+	h.checkpoint(s.ID, "base")
+	var oldest string
+	for i := range 6 {
+		h.ask(s.ID, fmt.Sprint("set ", i))
+		if kept := h.restore(s.ID, "base"); i == 1 {
+			oldest = kept
+		}
+	}
+	if names := h.names(s.ID); len(names) != 6 || names[1] != oldest+" restore" {
+		t.Fatalf("it has %q, the oldest is to be %s", names, oldest)
+	}
+	h.ask(s.ID, "set last")
+	kept := h.restore(s.ID, oldest)
+	if got := h.ask(s.ID, "get"); got != "1" {
+		t.Errorf("at %s it has %q", oldest, got)
+	}
+	h.restore(s.ID, kept)
+	if got := h.ask(s.ID, "get"); got != "last" {
+		t.Errorf("at %s it has %q", kept, got)
+	}
+	if names := h.names(s.ID); len(names) > 7 {
+		t.Errorf("it has %q", names)
+	}
+}
+
 // TestForks have identities of their own, share the snapshot and live on
 // without the sandbox.
 func TestForks(t *testing.T) { each(t, forks) }
@@ -292,6 +323,31 @@ func TestForkOfAForkThatSleeps(t *testing.T) {
 	for _, id := range []string{first.ID, second.ID} {
 		if got := h.ask(id, "get"); got != "one" || h.w.Reason(id) != "fork" {
 			t.Errorf("it has %q, woken for %q", got, h.w.Reason(id))
+		}
+	}
+}
+
+// TestCopiesAreCreated: each copy is told of once, whether it runs or sleeps.
+func TestCopiesAreCreated(t *testing.T) {
+	var mu sync.Mutex
+	created := map[string]int{}
+	h := newHost(t, func(c *sandbox.Config) {
+		c.Events.OnEvent = func(ev sandbox.Event) {
+			mu.Lock()
+			defer mu.Unlock()
+			if ev.Type == sandbox.EventCreated {
+				created[ev.Sandbox]++
+			}
+		}
+	})
+	s := h.create()
+	h.fork(s.ID, sandbox.ForkOptions{Count: 2, Standby: true})
+	h.fork(s.ID, sandbox.ForkOptions{})
+	mu.Lock()
+	defer mu.Unlock()
+	for _, s := range h.list() {
+		if created[s.ID] != 1 {
+			t.Errorf("of %s %d creations were told", s.ID, created[s.ID])
 		}
 	}
 }

@@ -216,7 +216,7 @@ func (c *Core) bringUpFork(ctx context.Context, f *entry, standby bool) error {
 		return err
 	}
 	if standby {
-		return c.enroll(ctx, f)
+		return c.enroll(ctx, f, func() { c.emit(f, Event{Type: EventCreated}) })
 	}
 	return c.bringUp(ctx, f, false)
 }

@@ -296,16 +296,18 @@ func (c *Core) adoptRecord(ctx context.Context, rec record) error {
 	if err != nil {
 		return err
 	}
-	return c.enroll(ctx, e)
+	return c.enroll(ctx, e, func() {})
 }
 
-// enroll records a sandbox that was announced and is in standby, or takes it back.
-func (c *Core) enroll(ctx context.Context, e *entry) error {
+// enroll records a sandbox that was announced and is in standby, or takes it
+// back. recorded is called in its turn if it is there.
+func (c *Core) enroll(ctx context.Context, e *entry, recorded func()) error {
 	op, err := c.begin(ctx, e, opCheck, func(ctx context.Context, _ *operation) error {
 		err := c.recordNew(ctx, e)
 		switch {
 		case err == nil:
 			c.replicate(e)
+			recorded()
 		case !e.unsettled:
 			if undo := c.erase(ctx, e); undo != nil {
 				c.log.Warn("taking back a record is put off", keySandbox, e.id, keyError, undo)

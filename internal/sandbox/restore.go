@@ -71,6 +71,7 @@ func (c *Core) restore(ctx context.Context, e *entry, op *operation, name string
 		if kept == keep.Name && !r.kept(r.Snapshot.ID) {
 			r.addCheckpoint(r.present(keep.Name, keep.Kind))
 		}
+		r.keepLatest(CheckpointRestore, maxBeforeRestores, name)
 		r.goTo(target)
 		r.LastUsed = time.Now().UTC()
 	})
