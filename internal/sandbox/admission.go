@@ -55,8 +55,11 @@ func ramOf(shape vmm.Shape) int64 { return int64(shape.MemoryMiB) << 20 }
 // that of any other machine by admission.release. what names the machine.
 //
 // A sandbox that is known to be in standby may still have its machine for a
-// moment: nobody is refused because of that.
+// moment: nobody is refused because of that. While the host is drained everybody is.
 func (c *Core) admit(ctx context.Context, holder, what string, shape vmm.Shape) error {
+	if err := c.drained(); err != nil {
+		return err
+	}
 	room, err := c.tryAdmit(holder, what, shape)
 	if err != nil && c.awaitLeaving(ctx) {
 		room, err = c.tryAdmit(holder, what, shape)

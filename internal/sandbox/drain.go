@@ -43,7 +43,9 @@ func (c *Core) Drain(ctx context.Context, progress func(done, total int64)) (Dra
 	var list []*entry
 	for _, e := range c.all() {
 		e.mu.Lock()
-		if !e.rec.State.asleep() && !e.gone {
+		// What sleeps may be about to wake: what asks from now on whether it may is told no.
+		starts := e.op != nil && (e.op.kind == opStart || e.op.kind == opCheckpoint)
+		if (starts || !e.rec.State.asleep()) && !e.gone {
 			list = append(list, e)
 		}
 		e.mu.Unlock()

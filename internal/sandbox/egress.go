@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"time"
 
 	"github.com/hibernacle/hibernacle/internal/shim"
 )
@@ -64,12 +63,5 @@ func (c *Core) applyEgress(ctx context.Context, e *entry) error {
 
 // denied tells of what a machine reports that its guest was denied.
 func (c *Core) denied(e *entry, d shim.Denied) {
-	if c.cfg.Events.OnEvent == nil {
-		return
-	}
-	e.mu.Lock()
-	name := e.rec.Name
-	e.mu.Unlock()
-	c.cfg.Events.OnEvent(Event{Type: EventDenied, Sandbox: e.id, Name: name, At: time.Now(),
-		Denied: &Denied{Proto: d.Proto, Addr: d.Addr, Port: d.Port, Name: d.Name, Count: d.Count}})
+	c.emit(e, Event{Type: EventDenied, Denied: &Denied{Proto: d.Proto, Addr: d.Addr, Port: d.Port, Name: d.Name, Count: d.Count}})
 }

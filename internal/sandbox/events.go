@@ -127,12 +127,16 @@ func LogEvents(log *slog.Logger) Events {
 	}
 }
 
-// emit tells of something that happened to e just now.
+// emit tells of something that happened to e just now. The caller need not have
+// the turn, and does not hold e.mu.
 func (c *Core) emit(e *entry, ev Event) {
 	if c.cfg.Events.OnEvent == nil {
 		return
 	}
-	ev.Sandbox, ev.Name, ev.At = e.id, e.rec.Name, time.Now()
+	e.mu.Lock()
+	name := e.rec.Name
+	e.mu.Unlock()
+	ev.Sandbox, ev.Name, ev.At = e.id, name, time.Now()
 	c.cfg.Events.OnEvent(ev)
 }
 

@@ -143,3 +143,39 @@ func TestDrain(t *testing.T) {
 		t.Errorf("it has %q", got)
 	}
 }
+
+// TestDrainCatchesWhatStarts: what was about to run when the drain began is
+// hibernated, too, and nothing else comes to run.
+func TestDrainCatchesWhatStarts(t *testing.T) {
+	h := newHost(t)
+	waking, runs := h.create(), h.create()
+	h.hibernate(waking.ID)
+	h.checkpoint(runs.ID, "a")
+	g := newGate()
+	h.hook.set(at("resume", false, g.wait))
+	resumed := make(chan error, 1)
+	go func() {
+		_, err := h.core.Resume(t.Context(), waking.ID, sandbox.ResumeOptions{})
+		resumed <- err
+	}()
+	<-g.reached
+	var once sync.Once
+	got, err := h.core.Drain(t.Context(), func(int64, int64) { once.Do(func() { close(g.open) }) })
+	if err != nil || len(got.Hibernated) != 2 || len(got.Failed) != 0 {
+		t.Errorf("drained %+v, %v", got, err)
+	}
+	if err := <-resumed; err != nil {
+		t.Error(err)
+	}
+	_, err = h.core.Fork(t.Context(), runs.ID, sandbox.ForkOptions{Checkpoint: "a"})
+	isA(t, err, sandbox.ErrUnavailable)
+	if list := h.fork(runs.ID, sandbox.ForkOptions{Standby: true}); len(list) != 1 {
+		t.Errorf("%d copies that sleep", len(list))
+	}
+	for _, s := range h.list() {
+		if s.State != sandbox.StateStandby {
+			t.Errorf("%s is %s", s.ID, s.State)
+		}
+	}
+	h.noneLeft()
+}
