@@ -47,7 +47,7 @@ func (p *Proxy) admit(w http.ResponseWriter, r *http.Request, t target, sb sandb
 	case guestapi.CallPort:
 		return false, errHostsOnly
 	case guestapi.Port:
-		return false, p.admitAgent(r, sb)
+		return false, p.admitAgent(r, t, sb)
 	}
 	shown := p.takePasses(r, t.byPath, sb.TrafficToken)
 	if shown.address && !t.byPath && isPage(r) {
@@ -69,8 +69,8 @@ func isPublic(sb sandbox.Sandbox, port int) bool { return slices.Contains(sb.Pol
 
 // admitAgent checks a call to the agent. The host's own calls are refused
 // besides, as the agent does that needs another token for them.
-func (p *Proxy) admitAgent(r *http.Request, sb sandbox.Sandbox) error {
-	if guestapi.IsControl(r.URL.Path) {
+func (p *Proxy) admitAgent(r *http.Request, t target, sb sandbox.Sandbox) error {
+	if guestapi.IsControl(t.outURL(r.URL, sb.ID).Path) {
 		return errHostsOnly
 	}
 	token, err := p.core.AgentToken(r.Context(), sb.ID)
@@ -107,16 +107,18 @@ func (p *Proxy) takePasses(r *http.Request, byPath bool, token string) passes {
 		r.Header.Del(name)
 	}
 	// These may be the guest's own: they count only if they are a pass.
-	if k := r.Header.Get(keyHeader); same(k, p.key) {
-		shown.good = true
-		r.Header.Del(keyHeader)
-	}
-	if scheme, pass, _ := strings.Cut(r.Header.Get("Authorization"), " "); strings.EqualFold(scheme, "Bearer") {
-		if pass = strings.TrimSpace(pass); same(pass, token) || same(pass, p.key) {
-			shown.good = true
-			r.Header.Del("Authorization")
-		}
-	}
+	takeOwn(r.Header, keyHeader, func(v string) bool {
+		ok := same(v, p.key)
+		shown.good = shown.good || ok
+		return ok
+	})
+	takeOwn(r.Header, "Authorization", func(v string) bool {
+		scheme, pass, _ := strings.Cut(v, " ")
+		pass = strings.TrimSpace(pass)
+		ok := strings.EqualFold(scheme, "Bearer") && (same(pass, token) || same(pass, p.key))
+		shown.good = shown.good || ok
+		return ok
+	})
 	for _, pass := range takeQuery(r.URL) {
 		if note(pass) {
 			shown.address = true
@@ -129,6 +131,16 @@ func (p *Proxy) takePasses(r *http.Request, byPath bool, token string) passes {
 		}
 	}
 	return shown
+}
+
+// takeOwn takes the values of a header that are passes out of it, wherever
+// among others they stand.
+func takeOwn(h http.Header, name string, isPass func(string) bool) {
+	left := slices.DeleteFunc(slices.Clone(h.Values(name)), isPass)
+	h.Del(name)
+	for _, v := range left {
+		h.Add(name, v)
+	}
 }
 
 // takeQuery takes the parameters of that name out of a query, byte for byte

@@ -87,6 +87,9 @@ func TestForwards(t *testing.T) {
 		{"basic", host(8000), "/", []string{pass, "Authorization: Basic eDp5"}, `auth="Basic eDp5"`},
 		{"key", host(8000), "/", []string{"X-API-Key: " + key}, `own=""`},
 		{"key of its own", host(8000), "/", []string{pass, "X-API-Key: mine"}, `own="mine"`},
+		{"key behind one of its own", host(8000), "/", []string{"X-API-Key: mine", "X-API-Key: " + key}, `own="mine"`},
+		{"bearer behind one of its own", host(8000), "/", []string{"Authorization: Bearer mine", "Authorization: Bearer " + token}, `auth="Bearer mine"`},
+		{"twice", host(8000), "/", []string{"X-API-Key: " + key, "X-API-Key: " + key, "Authorization: Bearer " + key}, `auth="" cookie="" token="" own=""`},
 		{"cookie", host(8000), "/", []string{"Cookie: a=1; hib_token=" + token + "; b=2"}, `cookie="a=1; b=2"`},
 		{"query", host(8000), "/x?a=1&hib_token=" + token + "&b=%zz", nil, "GET /x?a=1&b=%zz "},
 		{"proto of a proxy here", host(8000), "/", []string{pass, "X-Forwarded-Proto: https"}, "proto=https"},
@@ -208,6 +211,13 @@ func TestAgent(t *testing.T) {
 		resp, body := f.do(f.request("GET", host(guestapi.Port), "/health", nil, h, "Authorization: Basic dXNlcjo="))
 		if want := agent + ` "" "Basic dXNlcjo="`; resp.StatusCode != 200 || body != want {
 			t.Errorf("%s: %s %q, want %q", h, resp.Status, body, want)
+		}
+	}
+	for _, path := range []string{"/freeze", "/x/../INIT", "/%66reeze", "//clock/x"} {
+		for at, prefix := range map[string]string{host(guestapi.Port): "", "": "/sandboxes/" + boxID + "/ports/" + fmt.Sprint(guestapi.Port)} {
+			if resp, body := f.do(f.request("POST", at, prefix+path, nil, "X-API-Key: "+key)); resp.StatusCode != http.StatusForbidden {
+				t.Errorf("%s%s: %s %q", prefix, path, resp.Status, body)
+			}
 		}
 	}
 }
