@@ -326,7 +326,7 @@ func (m *Manager) Test(ctx context.Context, id string) (Tested, error) {
 	status, err := h.post(ctx, events.Event{Time: begun.UTC(), Type: TypeTest, Data: json.RawMessage(`{}`)})
 	t := Tested{Status: status, Time: time.Since(begun)}
 	if err != nil {
-		t.Error = err.Error()
+		t.Error = clip(err.Error())
 	}
 	return t, nil
 }

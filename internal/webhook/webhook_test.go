@@ -277,7 +277,7 @@ func TestRedirectIsNotFollowed(t *testing.T) {
 func TestDeadAndSlowEndpoints(t *testing.T) {
 	r := newRig(t)
 	r.m.Close()
-	r.cfg.Timeout, r.cfg.GiveUp = 50*time.Millisecond, 30*time.Millisecond
+	r.cfg.Timeout, r.cfg.GiveUp = time.Second, 30*time.Millisecond // a good one that is only slow is in time
 	r.open()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -426,5 +426,36 @@ func TestDocumentedCheck(t *testing.T) {
 		if err != nil || strings.TrimSpace(string(out)) != c.want {
 			t.Errorf("%s: %v %s, want %s", c.name, err, out, c.want)
 		}
+	}
+}
+
+// TestWordyEndpoint answers with one long line that is no HTTP: the error that
+// is kept and shown has an end.
+func TestWordyEndpoint(t *testing.T) {
+	r := newRig(t)
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ln.Close()
+	go func() {
+		for {
+			conn, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			_, _ = conn.Write([]byte(strings.Repeat("ä", 100<<10) + "\r\n\r\n")) // the client may leave before the end
+			conn.Close()
+		}
+	}()
+	h := r.add(Spec{URL: "http://" + ln.Addr().String()})
+	tested, err := r.m.Test(t.Context(), h.ID)
+	if err != nil || tested.Error == "" || len(tested.Error) > 600 {
+		t.Errorf("%d bytes, %v", len(tested.Error), err)
+	}
+	r.happen("a", 1)
+	eventually(t, "it is tried", func() bool { return r.hook(h.ID).Failures > 0 })
+	if text := r.hook(h.ID).Error; len(text) > 600 {
+		t.Errorf("%d bytes are kept", len(text))
 	}
 }

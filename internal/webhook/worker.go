@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"net/url"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -162,7 +163,7 @@ func (h *hook) deliver(ctx context.Context, e events.Event) bool {
 		}
 		delay, paused := h.failed(err)
 		if paused {
-			h.m.cfg.Log.Warn("a webhook is paused: nothing was delivered for too long", "webhook", h.id, "error", err)
+			h.m.cfg.Log.Warn("a webhook is paused: nothing was delivered for too long", "webhook", h.id, "error", clip(err.Error()))
 			return false
 		}
 		timer := time.NewTimer(delay)
@@ -203,7 +204,7 @@ func (h *hook) failed(err error) (delay time.Duration, paused bool) {
 	h.failures++
 	// A daemon that was stopped for long did not try all the while.
 	paused = now.Sub(h.rec.Failing) >= c.GiveUp && h.failures >= minTries
-	h.rec.Error, h.rec.Paused, h.next = err.Error(), paused, now.Add(delay)
+	h.rec.Error, h.rec.Paused, h.next = clip(err.Error()), paused, now.Add(delay)
 	if paused {
 		h.next = time.Time{}
 	}
@@ -212,6 +213,16 @@ func (h *hook) failed(err error) (delay time.Duration, paused bool) {
 		h.keep()
 	}
 	return delay, paused
+}
+
+// maxError bounds what is kept of an error, which an endpoint may have worded.
+const maxError = 500
+
+func clip(s string) string {
+	if len(s) > maxError {
+		s = strings.ToValidUTF8(s[:maxError], "") + "…"
+	}
+	return s
 }
 
 // maxAnswer bounds how much of an answer is read, so that the connection can be
