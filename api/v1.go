@@ -55,7 +55,7 @@ type Usage struct {
 	AwakeS      float64 `json:"awake_s"`      // seconds with a guest that runs
 	StandbyS    float64 `json:"standby_s"`    // seconds in standby, or failed with what is kept of it
 	CPUS        float64 `json:"cpu_s"`        // seconds of processor time; of a run that goes on, as far as it was looked at
-	StoredBytes int64   `json:"stored_bytes"` // that its snapshots hold in packs that no template shares
+	StoredBytes int64   `json:"stored_bytes"` // that its snapshots, those of its checkpoints too, hold in packs that no template shares
 }
 
 // Next says what a limit of the policy is going to do, and when.

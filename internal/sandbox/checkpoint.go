@@ -196,6 +196,7 @@ func (c *Core) checkpoint(ctx context.Context, e *entry, name string, kind Check
 		out := e.rec.viewCheckpoint(kept)
 		out.Report = report
 		taken <- out
+		c.compactor.add(e) // which measures it
 		c.emit(e, Event{Type: EventCheckpointed, Checkpoint: keep.Name, Hibernate: report, Bytes: kept.Metadata.StoredBytes})
 		return nil
 	})
@@ -292,9 +293,13 @@ func (c *Core) RemoveCheckpoint(ctx context.Context, id, name string) error {
 		if _, err := e.rec.find(name); err != nil {
 			return err
 		}
-		return c.changeCheckpoints(ctx, e, func(r *record) {
+		err := c.changeCheckpoints(ctx, e, func(r *record) {
 			r.Checkpoints = slices.DeleteFunc(slices.Clone(r.Checkpoints), func(k checkpoint) bool { return k.Name == name })
 		})
+		if err == nil {
+			c.compactor.add(e)
+		}
+		return err
 	})
 }
 

@@ -112,6 +112,7 @@ func (c *Core) compactAll() {
 func (c *Core) compact(ctx context.Context, e *entry) (snapshot.Compacted, error) {
 	ctx, end := c.compactor.begin(ctx, e)
 	defer end()
+	c.measureStored(ctx, e)
 	ref, ok := e.compactable()
 	if !ok {
 		return snapshot.Compacted{}, nil
@@ -142,12 +143,10 @@ func (c *Core) compact(ctx context.Context, e *entry) (snapshot.Compacted, error
 		c.trash.add(id)
 		return snapshot.Compacted{}, err
 	}
-	if f, err := c.cfg.Snapshots.Footprint(ctx, now, shared); err == nil {
-		e.stores(now.ID, f.StoredBytes())
-	}
 	if err := c.swapSnapshot(ctx, e, ref, now, meta); err != nil {
 		return snapshot.Compacted{}, err
 	}
+	c.measureStored(ctx, e)
 	return done, failpoint.Hit(ctx, fpCompactSwapped)
 }
 
@@ -190,16 +189,12 @@ func (c *Core) swapSnapshot(ctx context.Context, e *entry, old, now snapshot.Ref
 // there is room for it; shared says which packs it must leave alone.
 func (c *Core) worthCompacting(ctx context.Context, e *entry, ref snapshot.Ref) (shared func(snapshot.ID) bool, worth bool, err error) {
 	// Most sandboxes share packs with their template only, so most often this settles it.
-	bases := map[snapshot.ID]struct{}{}
-	for _, v := range c.versions() {
-		v.roots(bases, bases)
-	}
+	bases := c.basePacks()
 	shared = func(pack snapshot.ID) bool { return has(bases, pack) || has(c.compactor.unreadable, pack) }
 	f, err := c.cfg.Snapshots.Footprint(ctx, ref, shared)
 	if err != nil {
 		return nil, false, err
 	}
-	e.stores(ref.ID, f.StoredBytes())
 	if f.Rewrite() == 0 {
 		return nil, false, nil
 	}
@@ -219,6 +214,15 @@ func (c *Core) worthCompacting(ctx context.Context, e *entry, ref snapshot.Ref) 
 		}
 	}
 	return shared, true, nil
+}
+
+// basePacks returns the packs that templates brought.
+func (c *Core) basePacks() map[snapshot.ID]struct{} {
+	bases := map[snapshot.ID]struct{}{}
+	for _, v := range c.versions() {
+		v.roots(bases, bases)
+	}
+	return bases
 }
 
 // packUsers returns, for each pack that a record's snapshot or checkpoint uses,

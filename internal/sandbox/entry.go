@@ -8,6 +8,8 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	"github.com/hibernacle/hibernacle/internal/snapshot"
 )
 
 // entry is a sandbox in memory: its record as last read or written, and its
@@ -36,6 +38,8 @@ type entry struct {
 	unsettled bool // rec may not be what the catalog has, or its state has no operation that goes on with it
 	retrying  bool // somebody tries to settle it
 	gone      bool
+
+	footprints map[snapshot.ID]snapshot.Footprint // of the snapshots that were measured last; the compactor's own
 }
 
 // opKind tells operations apart where others may cancel them.

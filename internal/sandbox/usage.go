@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"context"
 	"time"
 
 	"github.com/hibernacle/hibernacle/internal/snapshot"
@@ -12,7 +13,7 @@ type Usage struct {
 	Awake       time.Duration `json:"awake"`                  // with a machine that runs, from the moment it ran
 	Standby     time.Duration `json:"standby"`                // in standby, or failed with a snapshot that is kept
 	CPU         time.Duration `json:"cpu,omitempty"`          // that its machines took, the VMM's own part included; of one that runs, as far as it was looked at
-	StoredBytes int64         `json:"stored_bytes,omitempty"` // that its snapshots hold in packs that no template shares
+	StoredBytes int64         `json:"stored_bytes,omitempty"` // that its snapshots, those of its checkpoints too, hold in packs that no template shares
 }
 
 // awake reports whether a sandbox in such a state has a guest that runs. One
@@ -86,6 +87,50 @@ func (e *entry) stores(id snapshot.ID, bytes int64) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.measured.stored, e.measured.of = bytes, id
+}
+
+// measureStored finds out what the snapshots of a sandbox hold: its own and those
+// of its checkpoints, each pack once and none that a template shares. What a
+// snapshot holds never changes, so each is measured once. The compactor alone calls it.
+func (c *Core) measureStored(ctx context.Context, e *entry) {
+	e.mu.Lock()
+	now, refs := e.rec.Snapshot, []snapshot.Ref{}
+	if e.rec.replicable() {
+		refs = append(refs, *now)
+	}
+	for _, k := range e.rec.Checkpoints {
+		if !k.Fresh {
+			refs = append(refs, k.Snapshot)
+		}
+	}
+	e.mu.Unlock()
+	if now == nil {
+		return
+	}
+	counted, found, total := c.basePacks(), map[snapshot.ID]snapshot.Footprint{}, int64(0)
+	for _, ref := range refs {
+		if _, twice := found[ref.ID]; twice {
+			continue
+		}
+		f, ok := e.footprints[ref.ID]
+		if !ok {
+			var err error
+			if f, err = c.cfg.Snapshots.Footprint(ctx, ref, func(snapshot.ID) bool { return false }); err != nil {
+				c.log.Debug("what a sandbox stores is not known", keySandbox, e.id, keySnapshot, ref.ID, keyError, err)
+				return // a later snapshot or checkpoint comes here again
+			}
+		}
+		found[ref.ID] = f
+		total += f.RecordBytes
+		for _, p := range f.Packs {
+			if !has(counted, p.ID) {
+				counted[p.ID] = struct{}{}
+				total += p.Bytes
+			}
+		}
+	}
+	e.footprints = found
+	e.stores(now.ID, total)
 }
 
 // account brings the usage of next, which is to follow the entry's record, up

@@ -46,3 +46,29 @@ func TestUsageIsMeasured(t *testing.T) {
 		t.Errorf("%+v %v", tiers, err)
 	}
 }
+
+// TestCheckpointsAreBilled: what a checkpoint holds counts as long as it is there,
+// and what two snapshots share counts once.
+func TestCheckpointsAreBilled(t *testing.T) {
+	h := newHost(t)
+	s := h.create()
+	stored := func() int64 { return h.get(s.ID).Usage.StoredBytes }
+	h.ask(s.ID, "set x")
+	first := h.checkpoint(s.ID, "first")
+	wait(t, "the checkpoint of one that runs counts", func() bool { return stored() >= first.Snapshot.StoredBytes && stored() > 0 })
+	h.ask(s.ID, "set y")
+	h.hibernate(s.ID)
+	own := h.get(s.ID).Snapshot.StoredBytes
+	packs := own + first.Snapshot.StoredBytes
+	wait(t, "both count, and a record of each", func() bool { return stored() == packs+2 })
+	h.checkpoint(s.ID, "same")
+	if err := h.core.RemoveCheckpoint(t.Context(), s.ID, "first"); err != nil {
+		t.Fatal(err)
+	}
+	// Its pack stays, since the later snapshot builds upon it.
+	wait(t, "what only it needed does not count any more", func() bool { return stored() == packs+1 })
+	h.crash()
+	if got := stored(); got == 0 {
+		t.Error("nothing is known after a crash")
+	}
+}

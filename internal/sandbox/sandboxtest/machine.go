@@ -392,7 +392,7 @@ func (m *machine) seal(req shim.CaptureRequest) error {
 		packs = img.packs
 	}
 	meta := snapshot.Metadata{ID: req.ID, Parent: parent, CreatedAt: time.Now(), Attempt: req.Attempt, Generation: req.Generation,
-		MemoryBytes: 1 << 30, DirtyBytes: 8192, StoredBytes: 4096, Key: req.Key, ControlToken: "secret"}
+		MemoryBytes: 1 << 30, DirtyBytes: 8192, StoredBytes: packBytes, Key: req.Key, ControlToken: "secret"}
 	m.w.snapshots[req.ID] = &image{meta: meta, memory: m.memory, identity: m.identity, packs: append(slices.Clone(packs), req.ID)}
 	m.captured = &shim.CaptureReport{Snapshot: snapshot.Ref{ID: req.ID, Manifest: "manifest of " + string(req.ID)}, Metadata: meta,
 		Phases: map[string]float64{"freeze": 1, "pause": 1, "state": 1, "scan": 1, "write": 1}, PauseMS: 2,

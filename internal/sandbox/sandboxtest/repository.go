@@ -118,8 +118,10 @@ func (r repository) Garbage(ctx context.Context, roots, keep []snapshot.ID) (out
 // packPages is the length of every pack; all of them are live.
 const packPages = 100
 
-// Footprint takes what the snapshot's metadata says for its own pack, and the
-// base's for a shared one. It is no step: the background looks as well.
+// packBytes is the size of every pack, as the metadata of each snapshot has it.
+const packBytes = 4096
+
+// Footprint counts the packs of a snapshot, all of the same size. It is no step: the background looks as well.
 func (r repository) Footprint(_ context.Context, ref snapshot.Ref, shared func(snapshot.ID) bool) (f snapshot.Footprint, err error) {
 	r.d.w.mu.Lock()
 	defer r.d.w.mu.Unlock()
@@ -128,10 +130,14 @@ func (r repository) Footprint(_ context.Context, ref snapshot.Ref, shared func(s
 		return f, err
 	}
 	for _, id := range img.packs {
-		f.Packs = append(f.Packs, snapshot.PackUse{ID: id, Shared: shared(id), Pages: packPages, Live: packPages})
+		use := snapshot.PackUse{ID: id, Shared: shared(id), Pages: packPages, Live: packPages, Bytes: packBytes}
+		f.Packs = append(f.Packs, use)
+		if !use.Shared {
+			f.PackBytes += use.Bytes
+		}
 	}
 	if !shared(ref.ID) {
-		f.LiveBytes, f.PackBytes, f.RecordBytes = img.meta.DirtyBytes, img.meta.StoredBytes, 1
+		f.LiveBytes, f.RecordBytes = img.meta.DirtyBytes, 1
 	}
 	return f, nil
 }
