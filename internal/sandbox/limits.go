@@ -206,7 +206,10 @@ func (c *Core) meetLimit(ctx context.Context, e *entry) {
 	err := c.takeStep(ctx, e)
 	c.limits.mu.Lock()
 	delete(c.limits.busy, e)
-	if err != nil && !errors.Is(err, ErrNotFound) {
+	e.mu.Lock()
+	gone := e.gone
+	e.mu.Unlock()
+	if err != nil && !gone && !errors.Is(err, ErrNotFound) {
 		c.limits.busy[e] = time.Now().Add(limitRetry)
 	}
 	c.limits.mu.Unlock()

@@ -80,7 +80,7 @@ func (c *Core) checkpointScheduled(e *entry, due time.Time) {
 	})
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if err != nil && !errors.Is(err, errNotWanted) {
+	if err != nil && !errors.Is(err, errNotWanted) && !errors.Is(err, ErrNotFound) && !errors.Is(err, errClosing) {
 		c.log.Warn("a scheduled checkpoint was not taken", keySandbox, e.id, keyError, err)
 		e.schedule.notBefore = time.Now().Add(min(e.rec.Policy.Checkpoints.Every, scheduleRetry))
 	}
