@@ -48,7 +48,7 @@ type resumed struct {
 // leadPages is how much is pushed before the guest runs: the pages that the load of
 // the device state reads, which a set begins with, and few more. The load needs the
 // processors that pushing takes, and the guest waits for its end anyway.
-const leadPages = 64
+const leadPages = 256
 
 // headPages is how much is pushed next, on its own because the order within a
 // prefetch is a rough one: pages that the guest was seen to wait for.
