@@ -90,11 +90,18 @@ func eventLine(e api.Event) string {
 }
 
 // eventData prints an event's data as K=V. What is nested is left to --json,
-// but for durations.
+// but for the subject of a denial and of a hook's run.
 func eventData(data json.RawMessage) string {
 	var fields map[string]any
 	if json.Unmarshal(data, &fields) != nil {
 		return ""
+	}
+	if d, ok := fields["denied"].(map[string]any); ok {
+		maps.Copy(fields, d)
+		maps.DeleteFunc(fields, func(_ string, v any) bool { return v == "" || v == 0.0 }) // a question for a name has neither address nor port
+	}
+	if h, ok := fields["hook"].(map[string]any); ok {
+		fields["hook"], fields["event"], fields["duration_ms"] = h["name"], h["event"], h["duration_ms"]
 	}
 	var parts []string
 	for _, k := range slices.Sorted(maps.Keys(fields)) {
