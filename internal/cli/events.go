@@ -30,7 +30,8 @@ func newEventsCommand(a *app) *cobra.Command {
 		Use:   "events",
 		Short: "Show what happened, or what happens",
 		Long: `Show the events that are kept, or with -f those from now on. With -f it goes on
-when the daemon restarts, and misses nothing. With --json each event is one line.`,
+when the daemon restarts at the same address, and misses nothing. With --json
+each event is one line.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return runEvents(cmd.Context(), a, o) },
 	}

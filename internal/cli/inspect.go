@@ -86,17 +86,21 @@ func runInspect(ctx context.Context, a *app, id string) error {
 // policyRows tells a policy, without what is as it is unless somebody says
 // otherwise.
 func policyRows(p api.Policy) [][]string {
-	idle := "never hibernates by itself"
+	var idle []string
 	if p.IdleTimeout > 0 {
-		idle = "hibernates after " + p.IdleTimeout.String() + " without traffic"
+		after := "hibernates after " + p.IdleTimeout.String() + " without traffic"
 		if p.Idle == api.IdleCPU {
-			idle += " and processor time"
+			after += " and processor time"
 		}
+		idle = append(idle, after)
 	}
 	if p.OnSessionClose == api.SessionHibernate {
-		idle += ", and at the end of the last session"
+		idle = append(idle, "hibernates at the end of the last session")
 	}
-	rows := [][]string{{"Idle", idle}}
+	if len(idle) == 0 {
+		idle = append(idle, "does not hibernate when idle")
+	}
+	rows := [][]string{{"Idle", strings.Join(idle, ", ")}}
 	var limits []string
 	for _, l := range []struct {
 		name  string
