@@ -311,7 +311,7 @@ func (c *Core) Dial(ctx context.Context, id string, port int) (net.Conn, error) 
 			if dialErr != nil {
 				return nil, dialFailed(dialErr, e.id, port)
 			}
-			return guestConn{conn, slept}, nil
+			return guestConn{conn, slept, e.unanswered()}, nil
 		}
 		if conn != nil {
 			conn.Close()
