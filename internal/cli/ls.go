@@ -25,9 +25,11 @@ func newLsCommand(a *app) *cobra.Command {
 func next(s api.Sandbox) string {
 	switch {
 	case s.Next != nil && s.Next.Action == api.ActionNotify:
-		return fmt.Sprintf("%s told in %s", s.Next.Limit, until(s.Next.At))
+		return fmt.Sprintf("notify of %s in %s", s.Next.Limit, until(s.Next.At))
 	case s.Next != nil:
 		return fmt.Sprintf("%s in %s", s.Next.Action, until(s.Next.At))
+	case s.State == api.StateRunning && len(s.Leases) > 0:
+		return "runs on: " + held(s.Leases)
 	case s.State == api.StateRunning && s.Policy.IdleTimeout > 0:
 		return "hibernate when idle for " + s.Policy.IdleTimeout.String()
 	case s.State == api.StateRunning:
@@ -38,11 +40,35 @@ func next(s api.Sandbox) string {
 	return "-"
 }
 
-// until says how long it is to an instant.
+// held says for how long leases keep a sandbox awake, as far as that is known.
+func held(leases []api.Lease) string {
+	last := leases[0]
+	for _, l := range leases {
+		if l.Until == nil {
+			return l.Kind
+		}
+		if l.Until.After(*last.Until) {
+			last = l
+		}
+	}
+	return last.Kind + " for " + until(*last.Until)
+}
+
+// until says how long it is to an instant, to the nearest unit: what was set
+// to 30 days a moment ago is 30 days away.
 func until(at time.Time) string {
 	d := time.Until(at)
-	if d < time.Second {
+	switch {
+	case d < time.Second:
 		return "no time"
+	case d < time.Minute:
+		d = d.Round(time.Second)
+	case d < time.Hour:
+		d = d.Round(time.Minute)
+	case d < 48*time.Hour:
+		d = d.Round(time.Hour)
+	default:
+		d = d.Round(24 * time.Hour)
 	}
 	return brief(d)
 }
