@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -23,15 +24,23 @@ func newLsCommand(a *app) *cobra.Command {
 
 // next says what will happen to a sandbox by itself, and when.
 func next(s api.Sandbox) string {
+	var parts []string
 	switch {
-	case s.Next != nil && s.Next.Action == api.ActionNotify:
-		return fmt.Sprintf("notify of %s in %s", s.Next.Limit, until(s.Next.At))
-	case s.Next != nil:
-		return fmt.Sprintf("%s in %s", s.Next.Action, until(s.Next.At))
 	case s.State == api.StateRunning && len(s.Leases) > 0:
-		return "runs on: " + held(s.Leases)
+		parts = append(parts, "runs on: "+held(s.Leases))
 	case s.State == api.StateRunning && s.Policy.IdleTimeout > 0:
-		return "hibernate when idle for " + s.Policy.IdleTimeout.String()
+		parts = append(parts, "hibernate when idle for "+s.Policy.IdleTimeout.String())
+	}
+	switch {
+	case s.Next == nil:
+	case s.Next.Action == api.ActionNotify:
+		parts = append(parts, fmt.Sprintf("notify of %s in %s", s.Next.Limit, until(s.Next.At)))
+	default:
+		parts = append(parts, fmt.Sprintf("%s in %s", s.Next.Action, until(s.Next.At)))
+	}
+	switch {
+	case len(parts) > 0:
+		return strings.Join(parts, ", ")
 	case s.State == api.StateRunning:
 		return "runs on"
 	case s.State == api.StateStandby, s.State == api.StateFailed:
