@@ -13,7 +13,11 @@ import (
 // inGuest tells whether a phase of a resume comes after the vCPUs run, or is
 // part of another phase.
 func inGuest(phase string) bool {
-	return strings.HasPrefix(phase, "guest_init") || strings.Contains(phase, ".")
+	switch phase {
+	case "guest_init", "hooks", "base_image":
+		return true
+	}
+	return strings.Contains(phase, ".")
 }
 
 // subject is a sandbox with a workload that runs in it.

@@ -30,7 +30,8 @@ func newEventsCommand(a *app) *cobra.Command {
 		Use:   "events",
 		Short: "Show what happened, or what happens",
 		Long: `Show the events that are kept, or with -f those from now on. With -f it goes on
-when the daemon restarts, and misses nothing. With --json each event is one line.`,
+when the daemon restarts at the same address, and misses nothing. With --json
+each event is one line.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return runEvents(cmd.Context(), a, o) },
 	}
@@ -90,11 +91,18 @@ func eventLine(e api.Event) string {
 }
 
 // eventData prints an event's data as K=V. What is nested is left to --json,
-// but for durations.
+// but for the subject of a denial and of a hook's run.
 func eventData(data json.RawMessage) string {
 	var fields map[string]any
 	if json.Unmarshal(data, &fields) != nil {
 		return ""
+	}
+	if d, ok := fields["denied"].(map[string]any); ok {
+		maps.Copy(fields, d)
+		maps.DeleteFunc(fields, func(_ string, v any) bool { return v == "" || v == 0.0 }) // a question for a name has neither address nor port
+	}
+	if h, ok := fields["hook"].(map[string]any); ok {
+		fields["hook"], fields["event"], fields["duration_ms"] = h["name"], h["event"], h["duration_ms"]
 	}
 	var parts []string
 	for _, k := range slices.Sorted(maps.Keys(fields)) {

@@ -130,6 +130,9 @@ func explain(err error) (what string, hints []string) {
 		if e.Code == api.CodeUnauthorized {
 			return e.Message, []string{"set " + client.EnvKey + " to what " + api.KeyFile + " in the daemon's data folder holds"}
 		}
+		if strings.Contains(e.Hint, "/v1/openapi.json") {
+			return e.Message, nil // a hint for those who write requests; the message says what was wrong with this one
+		}
 		return e.Message, []string{e.Hint}
 	}
 	if errors.Is(err, client.ErrUnreachable) {

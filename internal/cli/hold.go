@@ -80,7 +80,7 @@ func runHold(ctx context.Context, a *app, o holdOptions) error {
 func leaseLine(l api.Lease) string {
 	line := fmt.Sprintf("%s, since %s", l.Kind, age(l.Since))
 	if l.Until != nil {
-		line += ", for another " + brief(max(0, time.Until(*l.Until)))
+		line += ", for another " + until(*l.Until)
 	}
 	if l.Owner != "" {
 		line += ": " + printable(l.Owner)

@@ -41,7 +41,7 @@ func (p *policyFlags) register(cmd *cobra.Command) {
 	f.StringVar(&p.egress, "egress", api.EgressInternet, "what it may reach: internet (public addresses), none, or allow-list (what --allow names)")
 	f.StringArrayVar(&p.allow, "allow", nil, "let it reach `RULE`: CIDR[:PORT], DOMAIN[:PORT] (example.com, *.example.com, *), or host:PORT on the host's loopback")
 	f.StringArrayVar(&p.deny, "deny", nil, "keep it from `RULE`: CIDR[:PORT] or DOMAIN[:PORT]; wins over an --allow that is not more specific")
-	f.StringVar(&p.hooks, "hooks", "", "JSON `FILE` with a list of hooks to run in the guest; [] takes them away")
+	f.StringVar(&p.hooks, "hooks", "", "`FILE` with a JSON list of hooks to run in the guest, or the list itself; [] takes them away")
 	f.StringVar(&p.every, "checkpoint-every", api.Never, "make a checkpoint every `D` while it runs")
 	f.IntVar(&p.keep, "checkpoint-keep", 6, "how many of those checkpoints are kept")
 }

@@ -60,7 +60,7 @@ func runUpdate(ctx context.Context, a *app, id string, o updateOptions) error {
 		return err
 	}
 	if req.Policy == nil && len(req.Labels) == 0 {
-		return usagef("nothing to change: give at least one flag, see hib update --help")
+		return usagef("nothing to change: give at least one flag")
 	}
 	sb, err := c.Update(ctx, id, req)
 	if err != nil {

@@ -122,8 +122,12 @@ func (h Host) guests(ctx context.Context) []Check {
 	if host.MemoryLimit > 0 {
 		limit = fmt.Sprintf("%.1f GiB", float64(host.MemoryLimit)/gib)
 	}
-	return []Check{pass(name, fmt.Sprintf("%d run, %.1f GiB of memory promised of %s, %.1f GiB of disk kept for their hibernations",
-		host.Guests, float64(host.MemoryPromised)/gib, limit, float64(host.DiskReserve)/gib))}
+	detail := fmt.Sprintf("%d run, %.1f GiB of memory promised of %s, %.1f GiB of disk kept for their hibernations",
+		host.Guests, float64(host.MemoryPromised)/gib, limit, float64(host.DiskReserve)/gib)
+	if host.Draining {
+		return []Check{warn(name, detail+"; the host is being drained and starts none", "hib drain --undo, or a restart of the daemon, lets sandboxes start again")}
+	}
+	return []Check{pass(name, detail)}
 }
 
 // Lengths of Unix socket paths, in bytes.

@@ -26,7 +26,7 @@ const other = "other"
 var (
 	tiers        = []string{"parked", "local", "remote", "boot"}
 	triggers     = []sandbox.Trigger{sandbox.TriggerCall, sandbox.TriggerIdle, sandbox.TriggerSession, sandbox.TriggerTimeout, sandbox.TriggerDrain}
-	resumePhases = []string{"record", "vmm", "bind", "state", "unpause", "guest_init", "unpark", "hooks"}
+	resumePhases = []string{"record", "vmm", "bind", "state", "unpause", "guest_init", "unpark", "hooks", "base_image"}
 	// detect is how long idleness was there before it was noticed, freeze the
 	// guest's hooks and processes, pause the vCPUs; state and scan serialise; write
 	// and commit store; park or release lets go of the machine.

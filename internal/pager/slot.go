@@ -42,6 +42,7 @@ type Slot struct {
 
 	reads, bytesRead atomic.Int64
 	record           *record
+	ahead            atomic.Bool // zeros are being pushed behind a read
 
 	mu     sync.RWMutex
 	closed bool
@@ -147,7 +148,38 @@ func (l *Slot) read(p []byte, off int64) (int, error) {
 	l.reads.Add(1)
 	l.bytesRead.Add(int64(n))
 	l.record.answered(off, n)
+	l.pushZeros(src, uint64(off+int64(n))/page.Size)
 	return n, nil
+}
+
+// Sparse is a source that knows where it is zero. Zeros returns how many pages
+// from page first on are known to be zero, n at most.
+type Sparse interface {
+	Zeros(first, n uint64) uint64
+}
+
+// zerosAhead is how many pages of zeros are pushed behind a read that ended in
+// zeros: a guest that takes memory which it never used goes on with the next page,
+// and zeros cost no more than the push.
+const zerosAhead = 16
+
+var zeroPages [zerosAhead * page.Size]byte
+
+// pushZeros pushes zeros from page next on, if the page before is zero, too. It
+// does not wait for that, and does nothing while another push of zeros is under way.
+func (l *Slot) pushZeros(src io.ReaderAt, next uint64) {
+	s, ok := src.(Sparse)
+	if !ok || next == 0 || !l.ahead.CompareAndSwap(false, true) {
+		return
+	}
+	if n := s.Zeros(next-1, 1+zerosAhead); n > 1 {
+		go func() {
+			defer l.ahead.Store(false)
+			_, _ = l.pushUnread(int64(next)*page.Size, zeroPages[:(n-1)*page.Size]) // a page that is not pushed is read
+		}()
+		return
+	}
+	l.ahead.Store(false)
 }
 
 // source returns the slot's source. Without one the slot fails.

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"io"
 	"os"
+	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -266,5 +267,40 @@ func TestNewSlotRefuses(t *testing.T) {
 		if _, err := s.NewSlot(tt.name, tt.size); err == nil {
 			t.Errorf("a slot %q of %d bytes was made", tt.name, tt.size)
 		}
+	}
+}
+
+// sparse is a source that is zero but for its last page, and says so.
+type sparse struct{ sourceFunc }
+
+func (sparse) Zeros(first, n uint64) uint64 {
+	return min(n, testPages-1-min(first, testPages-1))
+}
+
+// TestZerosAhead: behind a read of zeros the zeros that follow need no
+// request, and what is not zero is read as it is.
+func TestZerosAhead(t *testing.T) {
+	last := pattern(page.Size)
+	src := sparse{func(p []byte, off int64) (int, error) {
+		clear(p)
+		if n := testSize - page.Size - off; n < int64(len(p)) {
+			_, _ = last.ReadAt(p[max(0, n):], max(0, -n))
+		}
+		return len(p), nil
+	}}
+	l := newTestSlot(t, testSize)
+	if err := l.Bind(src); err != nil {
+		t.Fatal(err)
+	}
+	c := startChild(t, "toucher")
+	c.must(command{Op: "map", Path: l.Path(), Len: testSize})
+	c.must(command{Op: "read", Off: 0, Len: page.Size})
+	for deadline := time.Now().Add(10 * time.Second); l.Stats().PushedPages == 0; runtime.Gosched() {
+		if time.Now().After(deadline) {
+			t.Fatalf("nothing was pushed: %+v", l.Stats())
+		}
+	}
+	if got := c.must(command{Op: "read", Off: testSize - page.Size, Len: page.Size}).Sum; got != last.sum(0, page.Size) {
+		t.Error("the last page is not its own")
 	}
 }

@@ -107,7 +107,7 @@ func stepError(cause error, format string, args ...any) error {
 	case errors.Is(cause, errClosing):
 		e.Hint = "try again when the daemon is back"
 	case fatal(cause):
-		e.Kind, e.Hint = ErrFailed, "hib store verify checks the store"
+		e.Kind, e.Hint = ErrFailed, fatalHint(cause)
 	}
 	return e
 }
@@ -121,6 +121,14 @@ func fatal(err error) bool {
 	}
 	return errors.Is(err, snapshot.ErrCorrupt) || errors.Is(err, snapshot.ErrMissing) ||
 		errors.Is(err, template.ErrCorrupt) || errors.Is(err, template.ErrFormat)
+}
+
+// fatalHint says what to do about an error that is fatal.
+func fatalHint(err error) string {
+	if shimCode(err) == shim.CodeMismatch {
+		return "another version of hib made it: that one can still resume it, and hib template build NAME makes a template anew"
+	}
+	return "hib store verify checks the store"
 }
 
 // ended reports whether err proves that a shim or its machine is no more.

@@ -76,6 +76,7 @@ func (c *Core) hibernateEntry(ctx context.Context, e *entry, o HibernateOptions)
 		default:
 			return conflict("", "sandbox %s is %s", e.id, e.rec.State)
 		}
+		e.hear(ctx)
 		begin := beginning{trigger: o.Trigger, at: time.Now()}
 		if o.confirm != nil {
 			known, ok := o.confirm(ctx)

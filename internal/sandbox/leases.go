@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 	"strings"
 	"time"
@@ -146,7 +145,11 @@ func (e *entry) heldNow(now time.Time) []Lease {
 func leaseWarnings(held []Lease) []string {
 	var list []string
 	for _, l := range held[:min(len(held), 10)] {
-		list = append(list, fmt.Sprintf("it was held awake: %s: %s", l.Kind, l.Owner))
+		text := "it was held awake: " + l.Kind
+		if l.Owner != "" {
+			text += ": " + l.Owner
+		}
+		list = append(list, text)
 	}
 	return list
 }

@@ -229,8 +229,9 @@ type HibernateReport struct {
 }
 
 // ResumeReport says how a resume (or a creation) went. Phases maps a name to
-// milliseconds: vmm (start of the shim and its VMM) and those of the shim
-// (bind, state, unpause, guest_init).
+// milliseconds: vmm (start of the shim and its VMM), those of the shim (bind,
+// state, unpause, guest_init), and base_image where the guest had to wait until
+// its base image, which was touched, was read and compared with its hash.
 type ResumeReport struct {
 	Tier            string             `json:"tier"` // "parked", "local" or "remote"; "boot" for a cold boot
 	TotalMS         float64            `json:"total_ms"`

@@ -177,6 +177,7 @@ func (c *Core) start(ctx context.Context, e *entry, req startRequest) error {
 	checked := make(chan error, 1)
 	go func() { checked <- c.cfg.Builder.Check(art) }()
 	report, err := c.startGuest(ctx, e, req, art)
+	ready := time.Now()
 	if checkErr := <-checked; checkErr != nil {
 		return checkErr
 	}
@@ -187,6 +188,9 @@ func (c *Core) start(ctx context.Context, e *entry, req startRequest) error {
 		return err
 	}
 	report.Phases["record"] = ms(begun.Sub(req.at))
+	if waited := since(ready); waited >= 1 { // only where the base image was touched
+		report.Phases["base_image"] = waited
+	}
 	report.TotalMS, report.By = since(req.at), req.options.By
 	if e.rec.Reason != "" {
 		report.Warnings = append(report.Warnings, "it goes on from its last snapshot: "+e.rec.Reason)
@@ -434,7 +438,7 @@ func (c *Core) retreat(ctx context.Context, e *entry, cause error) error {
 	}
 	if reason != "" {
 		err := failedError(&e.rec).(*Error)
-		err.Hint = "hib store verify checks the store; " + err.Hint
+		err.Hint = fatalHint(cause) + "; " + err.Hint
 		err.Cause = nil
 		return err
 	}

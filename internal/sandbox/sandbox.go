@@ -298,7 +298,7 @@ func (c *Core) Dial(ctx context.Context, id string, port int) (net.Conn, error) 
 	vm, err := c.awake(ctx, e, by)
 	for err == nil {
 		slept := e.sleep()
-		conn, dialErr := vm.Dial(ctx, port)
+		conn, dialErr := c.dialGuest(ctx, vm, port)
 		// The machine may have gone to sleep or ended under the dial: only a
 		// connection to the one that is awake now is worth something.
 		var now VM
@@ -311,7 +311,7 @@ func (c *Core) Dial(ctx context.Context, id string, port int) (net.Conn, error) 
 			if dialErr != nil {
 				return nil, dialFailed(dialErr, e.id, port)
 			}
-			return guestConn{conn, slept}, nil
+			return guestConn{conn, slept, e.unanswered()}, nil
 		}
 		if conn != nil {
 			conn.Close()
@@ -319,6 +319,20 @@ func (c *Core) Dial(ctx context.Context, id string, port int) (net.Conn, error) 
 		vm = now
 	}
 	return nil, err
+}
+
+var errMute = errors.New("the guest does not answer: is its network down, or does it hang?")
+
+// dialGuest connects to a port of a guest that runs, which has the time of a
+// step to answer.
+func (c *Core) dialGuest(ctx context.Context, vm VM, port int) (net.Conn, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, c.cfg.StepTimeout, errMute)
+	defer cancel()
+	conn, err := vm.Dial(ctx, port)
+	if err != nil && context.Cause(ctx) == errMute {
+		err = errMute
+	}
+	return conn, err
 }
 
 // awake returns the machine of a sandbox that runs, and wakes it for that on

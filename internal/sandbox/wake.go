@@ -7,6 +7,7 @@ import (
 	"maps"
 	"net"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/hibernacle/hibernacle/internal/shim"
@@ -91,7 +92,64 @@ func dialFailed(cause error, id string, port int) error {
 // guestConn is a connection into a guest.
 type guestConn struct {
 	net.Conn
-	slept <-chan struct{}
+	slept    <-chan struct{}
+	answered func() // idempotent
+}
+
+// Read reads from the guest.
+func (c guestConn) Read(p []byte) (int, error) {
+	n, err := c.Conn.Read(p)
+	if n > 0 || err != nil {
+		c.answered()
+	}
+	return n, err
+}
+
+// Close ends the connection.
+func (c guestConn) Close() error {
+	c.answered()
+	return c.Conn.Close()
+}
+
+// answerTime is how long a guest has to begin the answer to a new connection
+// before a hibernation that somebody asks for breaks it off.
+const answerTime = time.Second
+
+// unanswered counts a connection into the guest to which it has not said
+// anything, until the returned function is called or answerTime is over.
+func (e *entry) unanswered() (answered func()) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.mute++
+	done := sync.OnceFunc(func() {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		if e.mute--; e.mute == 0 && e.heard != nil {
+			close(e.heard)
+			e.heard = nil
+		}
+	})
+	timer := time.AfterFunc(answerTime, done)
+	return func() { timer.Stop(); done() }
+}
+
+// hear waits until the guest has begun to answer the requests that reached it.
+// No new ones do while a hibernation has its turn.
+func (e *entry) hear(ctx context.Context) {
+	e.mu.Lock()
+	if e.mute == 0 {
+		e.mu.Unlock()
+		return
+	}
+	if e.heard == nil {
+		e.heard = make(chan struct{})
+	}
+	heard := e.heard
+	e.mu.Unlock()
+	select {
+	case <-heard:
+	case <-ctx.Done():
+	}
 }
 
 // Asleep returns what is closed once the guest does not run any more.

@@ -1,7 +1,10 @@
 package sandbox_test
 
 import (
+	"bufio"
 	"context"
+	"fmt"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -137,5 +140,36 @@ func TestTrafficTokenStays(t *testing.T) {
 	}
 	if token, err := h.core.AgentToken(context.Background(), a.ID); err != nil || token == a.TrafficToken {
 		t.Errorf("the agent's token is %q, %v", token, err)
+	}
+}
+
+// TestHibernationHearsAnswersOut: a request that reached the guest before
+// somebody asked for a hibernation is answered.
+func TestHibernationHearsAnswersOut(t *testing.T) {
+	h := newHost(t)
+	id := h.create().ID
+	h.ask(id, "set kept")
+	for range 50 {
+		conn, err := h.core.Dial(t.Context(), id, 80)
+		if err != nil {
+			t.Fatal(err)
+		}
+		done := make(chan error, 1)
+		go func() {
+			_, err := h.core.Hibernate(t.Context(), id, sandbox.HibernateOptions{})
+			done <- err
+		}()
+		runtime.Gosched()
+		if _, err := fmt.Fprintln(conn, "get"); err != nil {
+			t.Fatal(err)
+		}
+		line, err := bufio.NewReader(conn).ReadString('\n')
+		if err != nil || strings.TrimSpace(line) != "kept" {
+			t.Fatalf("the answer is %q, %v", line, err)
+		}
+		conn.Close()
+		if err := <-done; err != nil {
+			t.Fatal(err)
+		}
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/rand"
 	"fmt"
+	"io"
 	"net"
 	"time"
 
@@ -193,7 +194,11 @@ func (h *host) bind(ctx context.Context, req ResumeRequest) ([]byte, error) {
 		if diff := req.Key.Diff(vmm.Key(meta.Key)); diff != "" {
 			err = errorf(CodeMismatch, "snapshot %s fits another machine: %s", meta.ID, diff)
 		} else {
-			err = h.slot.Bind(snap)
+			var memory io.ReaderAt = snap
+			if req.NoPrefetch {
+				memory = struct{ io.ReaderAt }{snap} // nothing else of it: no page comes unasked
+			}
+			err = h.slot.Bind(memory)
 		}
 	}
 	if err != nil {

@@ -46,9 +46,13 @@ type resumed struct {
 }
 
 // leadPages is how much is pushed before the guest runs: the pages that the load of
-// the device state reads, which a set begins with, and few more. The load needs the
-// processors that pushing takes, and the guest waits for its end anyway.
-const leadPages = 64
+// the device state reads, and those that the guest was seen to wait for. More would
+// take processors from the load, whose end the guest waits for anyway.
+const leadPages = 256
+
+// heldPages is how many pages at the begin of a set keep their place: those that
+// the load reads are among them.
+const heldPages = 64
 
 // headPages is how much is pushed next, on its own because the order within a
 // prefetch is a rough one: pages that the guest was seen to wait for.
@@ -204,7 +208,7 @@ const maxIdle = 3
 // A member stays unless it was left alone too often. What is new becomes a
 // candidate, and a member when it is demanded again in the next life: most pages
 // that are touched once are never touched again. Members that were needed before
-// they were pushed go to the front, but behind the first leadPages: those stay, and
+// they were pushed go to the front, but behind the first heldPages: those stay, and
 // become the first loading pages of demanded, which were read for the device state,
 // before the guest ran. A short life, which did not last and touched
 // less than half of the set, takes nothing away.
@@ -260,7 +264,7 @@ func evolve(carried snapshot.WorkingSet, demanded []page.Run, loading uint64, pr
 					continue
 				}
 			}
-			if seen <= leadPages {
+			if seen <= heldPages {
 				lead = append(lead, member{p, idle})
 			} else {
 				kept = append(kept, member{p, idle})

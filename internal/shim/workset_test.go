@@ -37,8 +37,8 @@ func TestEvolve(t *testing.T) {
 		"half left alone":    {carried, nil, []page.Run{run(10, 4)}, false, 0, snapshot.WorkingSet{at(10, 4, 0), at(30, 2, 2)}},
 		"short":              {carried, nil, []page.Run{run(11, 2)}, false, 0, snapshot.WorkingSet{at(10, 1, 0), at(11, 2, 0), at(13, 1, 0), at(5, 1, 2), at(30, 2, 1), at(50, 1, candidate)}},
 		"nothing, for long":  {carried, nil, nil, true, 0, snapshot.WorkingSet{at(10, 4, 1), at(30, 2, 2)}},
-		"late goes first":    {long, []page.Run{run(900, 1), run(250, 1)}, all, true, 0, snapshot.WorkingSet{at(100, leadPages, 0), at(900, 1, 0), at(250, 1, 0), at(100+leadPages, 150-leadPages, 0), at(251, 49, 0)}},
-		"late for the load":  {long, []page.Run{run(900, 2), run(250, 1), run(70, 1)}, all, true, 3, snapshot.WorkingSet{at(900, 2, 0), at(250, 1, 0), at(100, leadPages, 0), at(100+leadPages, 150-leadPages, 0), at(251, 49, 0), at(70, 1, candidate)}},
+		"late goes first":    {long, []page.Run{run(900, 1), run(250, 1)}, all, true, 0, snapshot.WorkingSet{at(100, heldPages, 0), at(900, 1, 0), at(250, 1, 0), at(100+heldPages, 150-heldPages, 0), at(251, 49, 0)}},
+		"late for the load":  {long, []page.Run{run(900, 2), run(250, 1), run(70, 1)}, all, true, 3, snapshot.WorkingSet{at(900, 2, 0), at(250, 1, 0), at(100, heldPages, 0), at(100+heldPages, 150-heldPages, 0), at(251, 49, 0), at(70, 1, candidate)}},
 		"new, and once more": {carried, []page.Run{run(50, 2)}, all, true, 0, snapshot.WorkingSet{at(10, 4, 0), at(5, 1, 0), at(30, 2, 0), at(50, 1, 0), at(51, 1, candidate)}},
 		"unused readahead":   {carried, []page.Run{run(50, 2)}, []page.Run{run(0, 40)}, true, 0, snapshot.WorkingSet{at(10, 4, 0), at(5, 1, 0), at(30, 2, 0)}},
 	} {

@@ -196,6 +196,23 @@ func (s *Snapshot) Ref() Ref { return s.ref }
 // Metadata returns the snapshot's metadata. The map in it must not be changed.
 func (s *Snapshot) Metadata() Metadata { return s.manifest.metadata }
 
+// Zeros returns how many pages from guest page first on are known to be zero
+// without looking at a pack, n at most.
+func (s *Snapshot) Zeros(first, n uint64) uint64 {
+	end := min(first+n, uint64(pagesOf(s.manifest.metadata.MemoryBytes)))
+	if first >= end {
+		return 0
+	}
+	zeros, ended := uint64(0), false
+	s.eachRun(uint32(first), uint32(end), func(r run) {
+		ended = ended || r.pack != zeroPack
+		if !ended {
+			zeros += uint64(r.count)
+		}
+	})
+	return zeros
+}
+
 // ReadAt reads the memory image, which has Metadata().MemoryBytes bytes. Pages that the
 // manifest records as zero are zeros, all others are verified. Errors name the
 // pack; they wrap ErrCorrupt if its bytes are not those that were written.

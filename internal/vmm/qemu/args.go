@@ -23,8 +23,7 @@ const (
 const (
 	networkSlot  = 0x03
 	panicSlot    = 0x04
-	rootPortSlot = 0x10 // the first of rootPorts consecutive ones
-	rootPorts    = 4    // spare ports rp0… for volumes that are plugged in later
+	rootPortSlot = 0x10 // a spare port, rp0, for what is plugged in later
 )
 
 const (
@@ -132,9 +131,7 @@ func arguments(config Config, hw hardware, spec vmm.Spec, f files) []string {
 		// to learn it, and the guest has better things to do.
 		"-device", fmt.Sprintf("virtio-net-pci,netdev=net,mac=%s,romfile=,guest_announce=off,addr=%#x", spec.MAC, networkSlot),
 	}
-	for i := range rootPorts {
-		args = append(args, "-device", fmt.Sprintf("pcie-root-port,id=rp%d,chassis=%d,addr=%#x", i, i+1, rootPortSlot+i))
-	}
+	args = append(args, "-device", fmt.Sprintf("pcie-root-port,id=rp0,chassis=1,addr=%#x", rootPortSlot))
 	if f.boot == nil {
 		return append(args, "-incoming", "defer")
 	}

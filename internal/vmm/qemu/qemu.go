@@ -27,7 +27,7 @@ import (
 // Topology names the set of devices and their places that the command line
 // builds. It changes whenever a snapshot taken before would not fit the command
 // line any more, since QEMU itself does not check that.
-const Topology = "q35-2"
+const Topology = "q35-3"
 
 // The accelerators.
 const (
