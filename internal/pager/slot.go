@@ -161,7 +161,7 @@ type Sparse interface {
 // zerosAhead is how many pages of zeros are pushed behind a read that ended in
 // zeros: a guest that takes memory which it never used goes on with the next page,
 // and zeros cost no more than the push.
-const zerosAhead = 16
+const zerosAhead = 32
 
 var zeroPages [zerosAhead * page.Size]byte
 

@@ -48,7 +48,7 @@ type resumed struct {
 // leadPages is how much is pushed before the guest runs: the pages that the load of
 // the device state reads, and those that the guest was seen to wait for. More would
 // take processors from the load, whose end the guest waits for anyway.
-const leadPages = 256
+const leadPages = 128
 
 // heldPages is how many pages at the begin of a set keep their place: those that
 // the load reads are among them.
