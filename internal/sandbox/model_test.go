@@ -207,14 +207,16 @@ func (m *model) begin(op int, id string, i int) (finish func()) {
 
 // restore rolls a sandbox back to a checkpoint of its, if it has one.
 func (m *model) restore(ctx context.Context, id string, s *modelled) {
-	for _, name := range slices.Sorted(maps.Keys(s.kept)) {
-		if _, _, err := m.core.Restore(ctx, id, name); err == nil {
-			s.memory, s.saved = s.kept[name], s.kept[name]
-		} else {
-			s.saved = s.saved.plus(s.memory).plus(s.kept[name])
-			s.memory = s.memory.plus(s.kept[name])
-		}
+	names := slices.Sorted(maps.Keys(s.kept))
+	if len(names) == 0 {
 		return
+	}
+	kept := s.kept[names[0]]
+	if _, _, err := m.core.Restore(ctx, id, names[0]); err == nil {
+		s.memory, s.saved = kept, kept
+	} else {
+		s.saved = s.saved.plus(s.memory).plus(kept)
+		s.memory = s.memory.plus(kept)
 	}
 }
 
