@@ -41,8 +41,12 @@ func TestKillAtEveryStep(t *testing.T) {
 				b, err := os.ReadFile(reachedLog)
 				return err == nil && len(b) > 0
 			}
-			for _, step := range [][]string{{"resume", id}, {"hibernate", id}, {"resume", id}, {"hibernate", id}, {"create", "base", "--memory", "512", "--idle-timeout", "never"}, {"rm", "--force"}, {"create", "base", "--memory", "640", "--idle-timeout", "never"},
-				{"resume", id}, {"checkpoint", "create", id, "here"}, {"fork", id}, {"restore", id, "here"}} {
+			for _, step := range [][]string{
+				{"resume", id}, {"hibernate", id}, {"resume", id}, {"hibernate", id},
+				{"create", "base", "--memory", "512", "--idle-timeout", "never"}, {"rm", "--force"},
+				{"resume", id}, {"checkpoint", "create", id, "here"}, {"fork", id}, {"restore", id, "here"},
+				{"create", "base", "--memory", "640", "--idle-timeout", "never"}, // the last: that shape is booted once
+			} {
 				if step[0] == "rm" {
 					if victim == "" {
 						continue
