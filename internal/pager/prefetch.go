@@ -40,7 +40,7 @@ func (l *Slot) Prefetch(ctx context.Context, runs []page.Run) (int64, error) {
 	}
 	var done int64
 	push := func(off int64, p []byte) error {
-		n, err := l.pushUnread(off, p)
+		n, err := l.pushUnread(off, p, false)
 		done += n
 		return err
 	}
@@ -56,7 +56,7 @@ func (l *Slot) Prefetch(ctx context.Context, runs []page.Run) (int64, error) {
 
 // pushUnread pushes those of the pages p at off that nobody has yet, and
 // returns how many bytes these were.
-func (l *Slot) pushUnread(off int64, p []byte) (done int64, err error) {
+func (l *Slot) pushUnread(off int64, p []byte, ahead bool) (done int64, err error) {
 	for n, left := uint64(off)/page.Size, uint64(len(p))/page.Size; left > 0; {
 		skip, count := l.record.unread(n, left)
 		n, left = n+skip, left-skip
@@ -64,7 +64,7 @@ func (l *Slot) pushUnread(off int64, p []byte) (done int64, err error) {
 			return done, nil
 		}
 		from := int64(n)*page.Size - off
-		if err := l.Push(int64(n)*page.Size, p[from:from+int64(count)*page.Size]); err != nil {
+		if err := l.push(int64(n)*page.Size, p[from:from+int64(count)*page.Size], ahead); err != nil {
 			return done, err
 		}
 		done += int64(count) * page.Size

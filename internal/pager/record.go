@@ -17,15 +17,17 @@ type record struct {
 	mu       sync.Mutex
 	expected bitmap // by Expect
 	pushed   bitmap // before they were read
+	ahead    bitmap // of these, zeros that nobody asked to push
 	read     bitmap // by READs, the kernel's readahead included
 
 	order              []page.Run // of the first reads
 	recorded           int        // pages in it
 	demand, late, push int64      // pages
+	zeros              int64      // pages in ahead
 }
 
 func newRecord(pages int64) *record {
-	return &record{expected: newBitmap(pages), pushed: newBitmap(pages), read: newBitmap(pages)}
+	return &record{expected: newBitmap(pages), pushed: newBitmap(pages), ahead: newBitmap(pages), read: newBitmap(pages)}
 }
 
 func (r *record) expect(runs []page.Run) {
@@ -72,14 +74,20 @@ func (r *record) unread(p, n uint64) (skip, count uint64) {
 	return skip, count
 }
 
-// wasPushed records that n pages from p on were pushed.
-func (r *record) wasPushed(p, n uint64) {
+// wasPushed records that n pages from p on were pushed; ahead says that they are
+// zeros that nobody asked to push.
+func (r *record) wasPushed(p, n uint64, ahead bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for ; n > 0; p, n = p+1, n-1 {
 		if !r.read.has(p) && !r.pushed.has(p) {
 			r.pushed.set(p)
-			r.push++
+			if ahead {
+				r.ahead.set(p)
+				r.zeros++
+			} else {
+				r.push++
+			}
 		}
 	}
 }
@@ -97,12 +105,16 @@ func (l *Slot) Touched() []page.Run {
 	return slices.Clone(l.record.order)
 }
 
-// Pushed returns the pages that were pushed before anybody read them, sorted
-// and joined.
+// Pushed returns the pages that were pushed before anybody read them, zeros
+// ahead left out, sorted and joined.
 func (l *Slot) Pushed() []page.Run {
 	l.record.mu.Lock()
 	defer l.record.mu.Unlock()
-	return l.record.pushed.runs()
+	asked := slices.Clone(l.record.pushed)
+	for i, word := range l.record.ahead {
+		asked[i] &^= word
+	}
+	return asked.runs()
 }
 
 // bitmap is a set of pages. Pages beyond its end are never in it.

@@ -30,6 +30,7 @@ type Stats struct {
 	DemandPages int64 // pages in them that were not pushed before
 	LatePages   int64 // of these, those that were expected
 	PushedPages int64 // pages pushed before they were read
+	ZeroPages   int64 // beside these, zeros pushed behind reads of zeros
 }
 
 // Slot is one file of a server: the RAM of one VMM. Its methods may be called
@@ -84,7 +85,10 @@ func (l *Slot) Bind(src io.ReaderAt) error {
 // same pages to be answered, so the answer of a READ must never wait for a
 // Push; a process that is killed meanwhile ends only with its mount, see
 // CleanStale.
-func (l *Slot) Push(off int64, p []byte) error {
+func (l *Slot) Push(off int64, p []byte) error { return l.push(off, p, false) }
+
+// push is Push; ahead says that p are zeros that nobody asked for.
+func (l *Slot) push(off int64, p []byte, ahead bool) error {
 	if off < 0 || off%page.Size != 0 || len(p)%page.Size != 0 || off > l.size-int64(len(p)) {
 		return fmt.Errorf("push to slot %s: bytes %d+%d are not pages of its %d bytes", l.name, off, len(p), l.size)
 	}
@@ -100,7 +104,7 @@ func (l *Slot) Push(off int64, p []byte) error {
 	if status := l.store(l.node, off, p); !status.Ok() {
 		return fmt.Errorf("push to slot %s (is its file open?): %v", l.name, status)
 	}
-	l.record.wasPushed(uint64(off)/page.Size, uint64(len(p))/page.Size)
+	l.record.wasPushed(uint64(off)/page.Size, uint64(len(p))/page.Size, ahead)
 	return nil
 }
 
@@ -110,7 +114,7 @@ func (l *Slot) Stats() Stats {
 	defer l.record.mu.Unlock()
 	return Stats{
 		Reads: l.reads.Load(), BytesRead: l.bytesRead.Load(),
-		DemandPages: l.record.demand, LatePages: l.record.late, PushedPages: l.record.push,
+		DemandPages: l.record.demand, LatePages: l.record.late, PushedPages: l.record.push, ZeroPages: l.record.zeros,
 	}
 }
 
@@ -175,7 +179,7 @@ func (l *Slot) pushZeros(src io.ReaderAt, next uint64) {
 	if n := s.Zeros(next-1, 1+zerosAhead); n > 1 {
 		go func() {
 			defer l.ahead.Store(false)
-			_, _ = l.pushUnread(int64(next)*page.Size, zeroPages[:(n-1)*page.Size]) // a page that is not pushed is read
+			_, _ = l.pushUnread(int64(next)*page.Size, zeroPages[:(n-1)*page.Size], true) // a page that is not pushed is read
 		}()
 		return
 	}

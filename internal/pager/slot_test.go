@@ -295,7 +295,7 @@ func TestZerosAhead(t *testing.T) {
 	c := startChild(t, "toucher")
 	c.must(command{Op: "map", Path: l.Path(), Len: testSize})
 	c.must(command{Op: "read", Off: 0, Len: page.Size})
-	for deadline := time.Now().Add(10 * time.Second); l.Stats().PushedPages == 0; runtime.Gosched() {
+	for deadline := time.Now().Add(10 * time.Second); l.Stats().ZeroPages == 0; runtime.Gosched() {
 		if time.Now().After(deadline) {
 			t.Fatalf("nothing was pushed: %+v", l.Stats())
 		}
