@@ -29,7 +29,7 @@ type entry struct {
 	op        *operation    // the one whose turn it is
 	doomed    int           // deletions that wait for their turn
 	mute      int           // connections into the guest that it has not answered yet
-	heard     chan struct{} // closed when there are none of these any more; nil: nobody waits
+	heard     chan struct{} // closed when there is one less of these, or of the leases; nil: nobody waits
 	dials     int           // requests that want to connect: while there is one, no hibernation is committed
 	slept     chan struct{} // closed when the guest of now no longer runs; nil: nobody asked
 	measured  measured      // what the next change adds to the record's usage

@@ -64,6 +64,7 @@ func (c *Core) Hold(_ context.Context, id string, l Lease) (release func(), err 
 		delete(e.leases, lease)
 		if held { // what it was for was activity
 			e.idle.since = time.Now()
+			e.tellHeard()
 		}
 		e.mu.Unlock()
 		if held {

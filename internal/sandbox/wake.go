@@ -124,31 +124,50 @@ func (e *entry) unanswered() (answered func()) {
 	done := sync.OnceFunc(func() {
 		e.mu.Lock()
 		defer e.mu.Unlock()
-		if e.mute--; e.mute == 0 && e.heard != nil {
-			close(e.heard)
-			e.heard = nil
-		}
+		e.mute--
+		e.tellHeard()
 	})
 	timer := time.AfterFunc(answerTime, done)
 	return func() { timer.Stop(); done() }
 }
 
-// hear waits until the guest has begun to answer the requests that reached it.
-// No new ones do while a hibernation has its turn.
+// tellHeard wakes a hibernation that hears requests out; e.mu is held.
+func (e *entry) tellHeard() {
+	if e.heard != nil {
+		close(e.heard)
+		e.heard = nil
+	}
+}
+
+// hear waits until the guest has begun to answer the connections that reached
+// it, and requests of the last moment are over: those that hold a lease for less
+// than answerTime. No new ones reach it while a hibernation has its turn.
 func (e *entry) hear(ctx context.Context) {
-	e.mu.Lock()
-	if e.mute == 0 {
+	for {
+		e.mu.Lock()
+		var young time.Duration // until the last of these leases is older
+		for l := range e.leases {
+			young = max(young, answerTime-time.Since(l.Since))
+		}
+		if e.mute == 0 && young <= 0 {
+			e.mu.Unlock()
+			return
+		}
+		if e.heard == nil {
+			e.heard = make(chan struct{})
+		}
+		heard := e.heard
 		e.mu.Unlock()
-		return
-	}
-	if e.heard == nil {
-		e.heard = make(chan struct{})
-	}
-	heard := e.heard
-	e.mu.Unlock()
-	select {
-	case <-heard:
-	case <-ctx.Done():
+		var older <-chan time.Time
+		if young > 0 {
+			older = time.After(young)
+		}
+		select {
+		case <-heard:
+		case <-older:
+		case <-ctx.Done():
+			return
+		}
 	}
 }
 
