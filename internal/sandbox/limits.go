@@ -219,6 +219,16 @@ func (c *Core) meetLimit(ctx context.Context, e *entry) {
 	}
 }
 
+// deleteDue deletes a sandbox at a limit, unless that was changed meanwhile:
+// whoever was told that it is kept can rely on it.
+func (c *Core) deleteDue(ctx context.Context, e *entry, limit string) error {
+	return c.delete(ctx, e, limit, func() bool {
+		now := time.Now()
+		s := e.rec.step(now)
+		return s != nil && s.due.Limit == limit && s.due.Action == ActionDelete && !s.announce && !now.Before(s.at)
+	})
+}
+
 func (c *Core) takeStep(ctx context.Context, e *entry) error {
 	var do *step
 	err := c.run(ctx, e, opCheck, func(ctx context.Context, _ *operation) error {
@@ -246,7 +256,7 @@ func (c *Core) takeStep(ctx context.Context, e *entry) error {
 		return err
 	}
 	if do.due.Action == ActionDelete {
-		return c.delete(ctx, e, do.due.Limit)
+		return c.deleteDue(ctx, e, do.due.Limit)
 	}
 	_, err = c.Hibernate(ctx, e.id, HibernateOptions{Trigger: TriggerTimeout})
 	return err

@@ -179,3 +179,19 @@ func TestDrainCatchesWhatStarts(t *testing.T) {
 	}
 	h.noneLeft()
 }
+
+// TestChangedLimitKeeps: a deletion that was due does not take a sandbox whose
+// limit was changed before its turn came.
+func TestChangedLimitKeeps(t *testing.T) {
+	h := newHost(t)
+	s := h.create(withPolicy(func(p *sandbox.Policy) { p.TTL.After = time.Hour }))
+	for _, limit := range []string{"ttl", "ttl_idle"} {
+		if err := h.core.DeleteDue(t.Context(), s.ID, limit); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got := h.get(s.ID).State; got != sandbox.StateRunning {
+		t.Errorf("it is %s", got)
+	}
+	h.ask(s.ID, "set kept")
+}

@@ -19,11 +19,12 @@ func (c *Core) Delete(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	return c.delete(ctx, e, "")
+	return c.delete(ctx, e, "", nil)
 }
 
-// delete is Delete; reason says what deletes it, "" for a user.
-func (c *Core) delete(ctx context.Context, e *entry, reason string) error {
+// delete is Delete; reason says what deletes it, "" for a user. confirm is asked
+// at the sandbox's turn whether it is to go still; nil: yes.
+func (c *Core) delete(ctx context.Context, e *entry, reason string, confirm func() bool) error {
 	e.doom(+1)
 	defer e.doom(-1)
 	e.interrupt(errDelete)
@@ -33,6 +34,9 @@ func (c *Core) delete(ctx context.Context, e *entry, reason string) error {
 			if err := c.reload(ctx, e); err != nil || e.gone {
 				return err
 			}
+		}
+		if confirm != nil && !confirm() {
+			return nil
 		}
 		return c.remove(ctx, e, reason)
 	})

@@ -111,8 +111,9 @@ func (c guestConn) Close() error {
 	return c.Conn.Close()
 }
 
-// answerTime is how long a guest has to begin the answer to a new connection
-// before a hibernation that somebody asks for breaks it off.
+// answerTime is how long a guest has to begin the answer to a new connection, and
+// a request that holds a lease to come to its end, before a hibernation that
+// somebody asks for breaks it off.
 const answerTime = time.Second
 
 // unanswered counts a connection into the guest to which it has not said
